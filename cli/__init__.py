@@ -1,0 +1,1 @@
+"""The front door: commands, scenario files, reports."""
