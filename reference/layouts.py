@@ -1,0 +1,238 @@
+"""Where an element of a runtime parameter lives in the Hugging Face checkpoint: one mechanism for both sides.
+
+A runtime parameter is seen as rows. A ``Layout`` says which checkpoint row each row of the whole, uncut
+parameter is; a cut picks the rows and columns that one rank holds; the result is a ``RowMap``, a table.
+Trainer and rollout differ only in their layouts and cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weightsync.reference.errors import MissingTPAttributes, PlanMismatch
+from weightsync.reference.params import ParamMeta, TPAttributes
+from weightsync.reference.rowmap import RowMap, export, local_tensor, rows_and_width
+from weightsync.reference.shards import Interval, segments
+
+__all__ = [
+    "Layout",
+    "RowMap",
+    "concat",
+    "cut",
+    "export",
+    "gate_up",
+    "local_tensor",
+    "plain",
+    "qkv",
+    "row_map",
+    "vocab",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How one whole runtime parameter is made of checkpoint tensors, before any cut.
+
+    Attributes:
+        metas: the checkpoint tensors it feeds; of one dtype and of one shape after dimension 0.
+        shape: the shape of the whole parameter, seen as F rows of its last dimension.
+        tensor: (F,) int32, index into ``metas`` of each row; -1 for a row that never travels.
+        row: (F,) int64, the row inside that tensor.
+        replicated: declares that every rank holds all of it by design: missing attributes are no error.
+    """
+
+    metas: tuple[ParamMeta, ...]
+    shape: tuple[int, ...]
+    tensor: Tensor
+    row: Tensor
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        first = self.metas[0]
+        for meta in self.metas[1:]:
+            if (meta.dtype, meta.shape[1:]) != (first.dtype, first.shape[1:]):
+                raise PlanMismatch(
+                    f"{meta.name!r} {meta.dtype} {list(meta.shape)} cannot be fused with {first.name!r} "
+                    f"{first.dtype} {list(first.shape)}, expected one dtype and equal shapes after dimension "
+                    "0; correct the layout table"
+                )
+
+
+def plain(meta: ParamMeta, *, replicated: bool = False) -> Layout:
+    """The checkpoint tensor itself; ``replicated`` for norms, row-parallel biases, vision towers."""
+    return replace(concat(meta), shape=meta.shape, replicated=replicated)
+
+
+def concat(*metas: ParamMeta) -> Layout:
+    """Checkpoint tensors one after the other along dimension 0, such as a rollout's [q; k; v]."""
+    counts = [rows_and_width(meta.shape)[0] for meta in metas]
+    return Layout(
+        metas=metas,
+        shape=(sum(meta.shape[0] for meta in metas if meta.shape), *metas[0].shape[1:]),
+        tensor=torch.arange(len(metas), dtype=torch.int32).repeat_interleave(torch.tensor(counts)),
+        row=torch.cat([torch.arange(count) for count in counts]),
+    )
+
+
+def gate_up(gate: ParamMeta, up: ParamMeta) -> Layout:
+    """[gate; up]. A rank's shard is [gate_r; up_r], which is what ``partition_stride`` 2 cuts."""
+    return concat(gate, up)
+
+
+def qkv(q: ParamMeta, k: ParamMeta, v: ParamMeta, *, heads: int, groups: int, head_dim: int) -> Layout:
+    """Megatron's fused attention input: per query group its query heads, then one key and one value head.
+
+    Args:
+        q: ``heads`` * ``head_dim`` rows; weights (rows, hidden) and biases (rows,) alike.
+        k: ``groups`` * ``head_dim`` rows.
+        v: as ``k``.
+        heads: query heads.
+        groups: query groups, that is key/value heads.
+        head_dim: rows of one head.
+
+    Raises:
+        PlanMismatch: the heads do not divide in groups, or a tensor has another number of rows.
+    """
+    if groups < 1 or heads % groups:
+        raise PlanMismatch(
+            f"{q.name!r} has {heads} query heads in {groups} groups, expected a whole number of heads per "
+            "group; correct the head counts"
+        )
+    for meta, count in ((q, heads), (k, groups), (v, groups)):
+        if meta.shape[:1] != (count * head_dim,):
+            raise PlanMismatch(
+                f"{meta.name!r} has shape {list(meta.shape)}, expected {count} heads of {head_dim} rows; "
+                "correct the head counts or the shape"
+            )
+    stacked = concat(q, k, v)
+    parts = torch.arange(stacked.shape[0]).split([meta.shape[0] for meta in stacked.metas])
+    order = torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
+    return replace(stacked, tensor=stacked.tensor[order], row=stacked.row[order])
+
+
+def vocab(meta: ParamMeta, padded_rows: int) -> Layout:
+    """A vocabulary matrix with rows of padding behind the real ones; padding never travels.
+
+    Raises:
+        PlanMismatch: ``padded_rows`` is smaller than the vocabulary.
+    """
+    if padded_rows < meta.shape[0]:
+        raise PlanMismatch(
+            f"{meta.name!r} is padded to {padded_rows} rows, expected at least its own {meta.shape[0]}; "
+            "correct the padded vocabulary size"
+        )
+    shape = (padded_rows, *meta.shape[1:])
+    row = torch.arange(rows_and_width(shape)[0])
+    real = row < rows_and_width(meta.shape)[0]
+    return Layout((meta,), shape, torch.where(real, 0, -1).to(torch.int32), row.where(real, 0))
+
+
+def row_map(
+    layout: Layout, name: str, attrs: TPAttributes, rank: int, world: int, numbers: Mapping[str, int]
+) -> RowMap:
+    """The rows that TP ``rank`` of ``world`` holds of runtime parameter ``name``, cut as its attributes say.
+
+    A parameter that is not sharded is held whole by every rank and spoken for by rank 0.
+
+    ``attrs`` are the parameter's own attributes, as ``params.read`` gave them; ``numbers`` is checkpoint
+    tensor name -> its number in the plan.
+
+    Raises:
+        MissingTPAttributes: several ranks, no attributes, and not declared replicated.
+        PlanMismatch: the dimension cannot be cut that way, ``numbers`` lacks a checkpoint tensor, or the
+            parameter is declared replicated and marked as sharded.
+    """
+    if world > 1 and layout.replicated and attrs.sharded:
+        raise PlanMismatch(
+            f"parameter {name!r} is declared replicated, but its attributes say it is cut along dimension "
+            f"{attrs.partition_dim}; correct the layout table or the attributes"
+        )
+    if world > 1 and not layout.replicated and "tensor_model_parallel" not in attrs.values:
+        raise MissingTPAttributes(
+            f"parameter {name!r} of full shape {list(layout.shape)} carries no tensor_model_parallel "
+            f"attribute, so nobody can tell which part each of {world} ranks holds; carry the attributes from "
+            "the live parameter, or declare it replicated in the layout table"
+        )
+    if layout.replicated or not attrs.sharded:
+        return cut(layout, name, numbers, owned=rank == 0)
+    dim = attrs.partition_dim
+    if not 0 <= dim < len(layout.shape):
+        raise MissingTPAttributes(
+            f"parameter {name!r} of full shape {list(layout.shape)} is tensor-parallel with partition_dim "
+            f"{dim}, expected 0 to {len(layout.shape) - 1}; carry the attributes from the live parameter"
+        )
+    try:
+        held = segments(
+            layout.shape[dim], world, rank, stride=attrs.partition_stride, sizes=attrs.partition_sizes
+        )
+    except PlanMismatch as error:
+        raise PlanMismatch(f"parameter {name!r}: {error}") from error
+    return cut(layout, name, numbers, dim=dim, held=[(interval, True) for interval in held])
+
+
+def cut(
+    layout: Layout,
+    name: str,
+    numbers: Mapping[str, int],
+    *,
+    dim: int | None = None,
+    held: Sequence[tuple[Interval, bool]] = (),
+    owned: bool = True,
+) -> RowMap:
+    """The map of a rank that holds the intervals ``held`` of dimension ``dim``, or everything without it.
+
+    ``held`` are intervals of the full dimension in local order, each with whether this rank speaks for it;
+    ``owned`` says whether it speaks for the parameter at all. Replicas do not. ``numbers``: see ``row_map``.
+
+    Raises:
+        PlanMismatch: ``numbers`` lacks a checkpoint tensor.
+    """
+    for meta in layout.metas:
+        if meta.name not in numbers:
+            raise PlanMismatch(
+                f"parameter {name!r} feeds checkpoint tensor {meta.name!r}, which the plan does not name; "
+                "add it to the plan or take the parameter out of the layout table"
+            )
+    shape = layout.shape
+    tensor, row = layout.tensor, layout.row
+    rows, width = rows_and_width(shape)
+    local_shape, local_width, full_width, column = shape, width, width, 0
+    speaks = torch.full((rows,), owned)
+    if dim is not None:
+        local_shape = (*shape[:dim], sum(end - start for (start, end), _ in held), *shape[dim + 1 :])
+    if dim is not None and (dim < len(shape) - 1 or dim == 0):
+        index = torch.cat([torch.arange(start, end) for (start, end), _ in held])
+        kept = torch.arange(rows).reshape(shape[:-1] if len(shape) > 1 else shape).index_select(dim, index)
+        flags = torch.cat([torch.full((end - start,), flag and owned) for (start, end), flag in held])
+        speaks = flags.reshape(-1, *(1,) * (kept.dim() - dim - 1)).expand(kept.shape).reshape(-1)
+        tensor, row = tensor[kept.reshape(-1)], row[kept.reshape(-1)]
+    elif dim is not None:
+        speaks = torch.full((rows,), owned and all(flag for _, flag in held))
+        intervals = [interval for interval, _ in held]
+        local_width = local_shape[-1]
+        if len(intervals) == 1:
+            column = intervals[0][0]
+        else:
+            # Columns with gaps: see each row as several short rows, so that a row stays one interval.
+            unit = math.gcd(width, *(bound for interval in intervals for bound in interval)) or 1
+            pieces = torch.cat([torch.arange(start // unit, end // unit) for start, end in intervals])
+            row = (row[:, None] * (width // unit) + pieces).reshape(-1)
+            tensor, speaks = (one.repeat_interleave(len(pieces)) for one in (tensor, speaks))
+            local_width = full_width = unit
+    return RowMap(
+        name=name,
+        dtype=layout.metas[0].dtype,
+        local_shape=local_shape,
+        outputs=tuple(numbers[meta.name] for meta in layout.metas),
+        tensor=tensor,
+        row=row,
+        width=local_width,
+        full_widths=(full_width,) * len(layout.metas),
+        column=column,
+        owned=speaks & (tensor >= 0),
+    )
