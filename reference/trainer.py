@@ -1,0 +1,402 @@
+"""The trainer's half of the protocol; every trainer rank runs it, and rank 0, the lead, speaks to the rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightsync.reference.buckets import Heading, abort_bucket, end_bucket
+from weightsync.reference.control import Verdict, Vote
+from weightsync.reference.digest import wrap
+from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted, WeightSyncError
+from weightsync.reference.fanout import Fanout
+from weightsync.reference.members import Group, RankId, RolloutRef
+from weightsync.reference.plan import TransferPlan
+from weightsync.reference.protocol import DELTA, FULL, Outcome, ProtocolSettings
+from weightsync.reference.rank import Verbs
+from weightsync.reference.snapshot import BaselineSlots
+
+
+@dataclass
+class Stream:
+    """One way an update travels: ``kind`` full or delta, over ``group``, to ``rollouts``."""
+
+    kind: str
+    rollouts: tuple[int, ...]
+    group: Group
+
+
+@dataclass
+class Job:
+    """One update in the making: what its stages hand on."""
+
+    slot: int
+    base_version: int
+    changes: Any
+    matrix: list[list[int]]
+    counts: tuple[int, ...]
+    digest: int
+    version: int | None = None
+    streams: list[Stream] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=lambda: {FULL: 0, DELTA: 0})
+
+
+class Trainer:
+    """One trainer rank's half. A wrong protocol is a subclass with one method overridden.
+
+    Args:
+        verbs: this rank's verbs; its local bytes are a ``Source``.
+        plan: the transfer plan, equal on every rank.
+        ranks: the trainer's ranks, lead first.
+        rollouts: the rollouts of the scenario.
+        settings: equal on every rank.
+        on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
+    """
+
+    def __init__(
+        self,
+        verbs: Verbs,
+        plan: TransferPlan,
+        ranks: Sequence[RankId],
+        rollouts: Sequence[RolloutRef],
+        settings: ProtocolSettings,
+        on_version: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.verbs = verbs
+        self.plan = plan
+        self.ranks = tuple(ranks)
+        self.rollouts = {rollout.number: rollout for rollout in rollouts}
+        self.settings = settings
+        self.on_version = on_version
+        self.fanout = Fanout(verbs, settings.tries)
+        self.slots = BaselineSlots()
+        self.updates = 0
+        self.highest = 0
+        self.epoch = 0
+        self.members: tuple[int, ...] = ()
+        self.behind: tuple[int, ...] = ()
+        self.gone: dict[int, str] = {}
+        self.groups: list[Group] = []
+        self.job: Job | None = None
+
+    @property
+    def lead(self) -> bool:
+        """True on the rank that speaks to the rollouts and sends."""
+        return self.verbs.me == self.ranks[0]
+
+    # ---- one update ------------------------------------------------------------------------------------------
+
+    async def update(self) -> Outcome:
+        """Push the live parameters to every rollout; all trainer ranks call it, in step order.
+
+        A failed update is an Outcome, not an error: the next one reconnects. Raises PeerLost when a trainer rank is
+        lost, or a rollout under ``on_rollout_loss = "fail"``; the parameters may be mutated once it returned.
+        """
+        self.updates += 1
+        self.verbs.update = self.updates
+        self.job = None
+        try:
+            await self.connect(self.deadline_ns(self.settings.connect_ns))
+            deadline_ns = self.deadline_ns(self.settings.update_ns)
+            job = await self.source(deadline_ns)
+            await self.start(job, deadline_ns)
+            await self.transfer(job, deadline_ns)
+            await self.commit(job, deadline_ns)
+        except UpdateAborted as aborted:
+            await self.abandon(aborted.reason)
+            return self.outcome(False, str(aborted))
+        except PeerLost as lost:
+            await self.abandon(str(lost))
+            raise
+        return self.outcome(True, "")
+
+    async def close(self) -> None:
+        """Release the rollouts and drop every group; call it once, after the last update."""
+        if self.lead:
+            for rollout in self.rollouts.values():
+                if rollout.number not in self.gone:
+                    await self.fanout.quietly(lambda leader=rollout.leader: self.verbs.post(leader, "bye", {}))
+        await self._close_groups()
+
+    # ---- stages ----------------------------------------------------------------------------------------------
+
+    async def connect(self, deadline_ns: int) -> None:
+        """Agree who takes part, on which epoch, and who must get a full update."""
+        verdict = await self.stage("connect", self._find_members(deadline_ns) if self.lead else None, deadline_ns)
+        found = self.lead_data(verdict)
+        self.highest = max(self.highest, found["highest"])
+        self.gone.update({int(number): why for number, why in found["gone"].items()})
+        if found["epoch"] != self.epoch:
+            await self._close_groups()
+            self.epoch = found["epoch"]
+            self.members = tuple(found["members"])
+            self.behind = tuple(found["behind"])
+            self.slots.acknowledge(found["slot"])
+
+    async def source(self, deadline_ns: int) -> Job:
+        """Snapshot, diff and count; every rank learns every rank's counts, and whether it failed."""
+        job = await self._stage_result("source", self._make_job(deadline_ns), deadline_ns)
+        self.job = job
+        return job
+
+    async def start(self, job: Job, deadline_ns: int) -> None:
+        """Take a version number and get every member's word that it is ready to receive."""
+        verdict = await self.stage("start", self._start_rollouts(job, deadline_ns) if self.lead else None, deadline_ns)
+        started = self.lead_data(verdict)
+        self.highest = max(self.highest, started["version"])
+        job.version = started["version"]
+        if not self.lead:
+            job.streams = self._streams()
+        self.slots.hold(job.slot, job.version, job.digest)
+
+    async def transfer(self, job: Job, deadline_ns: int) -> None:
+        """Gather and send every bucket, until every member is prepared. Watches the replies while it sends."""
+        await self.stage("transfer", self._transfer(job, deadline_ns), deadline_ns)
+
+    async def commit(self, job: Job, deadline_ns: int) -> None:
+        """Have every member commit; only then does the baseline move."""
+        await self.stage("commit", self._commit_rollouts(job, deadline_ns) if self.lead else None, deadline_ns)
+        self.slots.acknowledge(job.slot)
+        self.behind = ()
+
+    async def abandon(self, reason: str) -> None:
+        """After a failed update: tell the members, drop every group; the next update connects a new epoch."""
+        if self.lead and self.job is not None and self.job.version is not None:
+            for number in self.members:
+                leader, body = self.rollouts[number].leader, {"version": self.job.version, "reason": reason}
+                await self.fanout.quietly(lambda leader=leader, body=body: self.verbs.post(leader, "abort", body))
+        await self._close_groups()
+        self.members = ()
+
+    # ---- decisions, one method each --------------------------------------------------------------------------
+
+    def deadline_ns(self, budget_ns: int) -> int:
+        """The absolute deadline of a budget that starts now; passed down, never nested."""
+        return self.verbs.now_ns() + budget_ns
+
+    def next_version(self) -> int:
+        """The number of this update: above every number ever tried, on any rank."""
+        return self.highest + 1
+
+    def choose_slot(self) -> int:
+        """The slot that is not the acknowledged baseline."""
+        return self.slots.free()
+
+    async def agree(self, stage: str, vote: Vote, deadline_ns: int) -> Verdict:
+        """Leave a stage with the verdict of all trainer ranks."""
+        key = f"{self.updates}/{stage}"
+        patience_ns = self.deadline_ns(self.settings.patience_ns)
+        return await self.fanout.retry(
+            lambda: self.verbs.agree(self.ranks, key, vote, deadline_ns, patience_ns)
+        )
+
+    async def stage(
+        self, name: str, work: Coroutine[Any, Any, Mapping[str, Any] | None] | None, deadline_ns: int
+    ) -> Verdict:
+        """Do this rank's part of a stage and leave it with everybody's verdict; UpdateAborted when it is no."""
+        try:
+            vote = Vote(True, "", (await work if work is not None else None) or {})
+        except PeerLost as lost:
+            vote = Vote(False, str(lost), {"lost": lost.peer})
+        except RemoteError as error:
+            vote = Vote(False, str(error), {"lost": error.lost} if error.lost else {})
+        except Exception as error:
+            vote = Vote(False, f"{type(error).__name__}: {error}")
+        verdict = await self.agree(name, vote, deadline_ns)
+        self._check_losses(name, verdict)
+        if not verdict.ok:
+            raise UpdateAborted(name, verdict.reason)
+        return verdict
+
+    # ---- the lead's part of each stage -----------------------------------------------------------------------
+
+    async def _find_members(self, deadline_ns: int) -> Mapping[str, Any]:
+        absent = [r for n, r in self.rollouts.items() if n not in self.members and n not in self.gone]
+        gone: dict[str, str] = {}
+        if self.members and not await self._anyone_back(absent, deadline_ns):
+            return {"epoch": self.epoch, "highest": self.highest, "gone": gone}
+        epoch, reports = self.epoch + 1, {}
+        body = {"epoch": epoch, "fingerprint": self.plan.fingerprint, "update": self.updates}
+        candidates = [r for n, r in self.rollouts.items() if n not in self.gone]
+        calls = [self.fanout.ask(rollout.leader, "hello", body, deadline_ns) for rollout in candidates]
+        for rollout, reply in zip(candidates, await self.fanout.settle(calls, deadline_ns), strict=True):
+            if isinstance(reply, Mapping):
+                reports[rollout.number] = reply
+                continue
+            lost = reply.peer if isinstance(reply, PeerLost) else getattr(reply, "lost", None)
+            if lost is not None:
+                if self.settings.on_rollout_loss == "fail":
+                    raise PeerLost(lost, "connect")
+                gone[str(rollout.number)] = str(reply)
+        if not reports:
+            raise WeightSyncError(f"none of {len(candidates)} rollouts answered hello; look at their status")
+        slot = self._best_slot(list(reports.values()))
+        behind = [n for n, report in reports.items() if slot is None or self._slot_of(report) != slot]
+        highest = max([self.highest, *(report["highest"] for report in reports.values())])
+        return {
+            "epoch": epoch, "highest": highest, "members": list(reports), "behind": behind, "slot": slot, "gone": gone,
+        }  # fmt: skip
+
+    async def _anyone_back(self, absent: Sequence[RolloutRef], deadline_ns: int) -> bool:
+        calls = [self.fanout.ask(rollout.leader, "status", {}, deadline_ns) for rollout in absent]
+        replies = await self.fanout.settle(calls, deadline_ns)
+        return any(isinstance(reply, Mapping) and reply["lost"] is None for reply in replies)
+
+    def _slot_of(self, report: Mapping[str, Any]) -> int | None:
+        if report["dirty"] is not None:
+            return None
+        return self.slots.find(report["version"], report["digest"])
+
+    def _best_slot(self, reports: Sequence[Mapping[str, Any]]) -> int | None:
+        """The slot that most members hold, so that the fewest need a full update; ties go to the acknowledged."""
+        held = [slot for slot in map(self._slot_of, reports) if slot is not None]
+        order = sorted(set(held), key=lambda slot: (-held.count(slot), slot != self.slots.acknowledged, slot))
+        return order[0] if order else None
+
+    async def _make_job(self, deadline_ns: int) -> Job:
+        group = self._group("trainer", self.ranks)
+        await self._open(group, deadline_ns)
+        slot = self.choose_slot()
+        base = self.slots.acknowledged if set(self.members) - set(self.behind) else None
+        failure: Exception | None = None
+        share, counts, changes = 0, (0,) * len(self.plan.tensors), None
+        try:
+            self.slots.invalidate(slot)
+            await self.verbs.snapshot(slot)
+            if base is not None:
+                changes = await self.verbs.diff(slot, base)
+                counts = changes.counts
+            share = await self.verbs.source_digest(slot)
+        except Exception as error:
+            failure = error
+        matrix = await self.verbs.exchange(group, [int(failure is not None), share, *counts], deadline_ns)
+        if failure is not None:
+            raise failure
+        failed = [str(rank) for rank, row in zip(self.ranks, matrix, strict=True) if row[0]]
+        if failed:
+            raise WeightSyncError(f"the source of {', '.join(failed)} failed; see its own reason")
+        rows = [row[2:] for row in matrix]
+        totals = tuple(sum(column) for column in zip(*rows, strict=True))
+        base_version = self.slots.version(base) if base is not None else 0
+        return Job(slot, base_version, changes, rows, totals, wrap(sum(row[1] for row in matrix)))
+
+    async def _start_rollouts(self, job: Job, deadline_ns: int) -> Mapping[str, Any]:
+        job.version = self.next_version()
+        self.highest = max(self.highest, job.version)
+        job.streams = self._streams()
+        if self.on_version is not None:
+            self.on_version(job.version, job.slot)
+        tasks = []
+        for stream in job.streams:
+            body = {
+                "epoch": self.epoch, "version": job.version, "base": job.base_version if stream.kind == DELTA else 0,
+                "kind": stream.kind, "group": stream.group.name, "members": [str(m) for m in stream.group.members],
+                "update": self.updates,
+            }  # fmt: skip
+            for number in stream.rollouts:
+                tasks.append(self.fanout.ask(self.rollouts[number].leader, "start", body, deadline_ns))
+        await self.fanout.all_or_first_error(tasks, deadline_ns)
+        return {"version": job.version}
+
+    async def _transfer(self, job: Job, deadline_ns: int) -> None:
+        if not self.lead:
+            await self._transmit(job, deadline_ns)
+            return
+        tasks = [self.verbs.spawn(self._transmit(job, deadline_ns), "transmit")]
+        leaders = [self.rollouts[number].leader for stream in job.streams for number in stream.rollouts]
+        tasks += [self.fanout.ask(leader, "prepare", {"version": job.version}, deadline_ns) for leader in leaders]
+        await self.fanout.all_or_first_error(tasks, deadline_ns)
+
+    async def _transmit(self, job: Job, deadline_ns: int) -> None:
+        trainers = self._group("trainer", self.ranks)
+        for stream in job.streams:
+            full = stream.kind == FULL
+            head = Heading(stream.kind, self.epoch, 0 if full else job.base_version, job.version or 0)
+            sent, moved = 0, 0
+            if self.lead:
+                await self._open(stream.group, deadline_ns)
+            try:
+                for rows in self.plan.groups(None if full else job.counts):
+                    sizes = [self.plan.part_bytes(rows, r, job.matrix[r]) for r in range(len(self.ranks))]
+                    changes = None if full else job.changes
+                    parts = await self.verbs.gather(trainers, rows, job.slot, changes, sizes, deadline_ns)
+                    for spec in rows.buckets if parts is not None else ():
+                        bucket = await self.verbs.encode(parts or (), rows, spec, job.matrix, head.at(sent))
+                        await self.verbs.send(stream.group, bucket, deadline_ns)
+                        sent, moved = sent + 1, moved + bucket.nbytes
+            except Exception as error:
+                if self.lead:
+                    abort = abort_bucket(head.at(sent), f"{type(error).__name__}: {error}")
+                    await self.fanout.quietly(lambda: self.verbs.send(stream.group, abort, deadline_ns), tries=1)
+                raise
+            if self.lead:
+                trailer = end_bucket(head.at(sent), job.digest, sent, moved)
+                await self.verbs.send(stream.group, trailer, deadline_ns)
+                job.nbytes[stream.kind] = moved + trailer.nbytes
+
+    async def _commit_rollouts(self, job: Job, deadline_ns: int) -> None:
+        leaders = [self.rollouts[number].leader for number in self.members]
+        calls = [self.fanout.ask_often(leader, "commit", {"version": job.version}, deadline_ns) for leader in leaders]
+        for reply in await self.fanout.settle(calls, deadline_ns):
+            if isinstance(reply, Exception):
+                raise reply
+
+    # ---- helpers ---------------------------------------------------------------------------------------------
+
+    def lead_data(self, verdict: Verdict) -> Mapping[str, Any]:
+        """What the lead said in its vote."""
+        return verdict.votes[str(self.ranks[0])].data
+
+    def outcome(self, committed: bool, reason: str) -> Outcome:
+        """The record of this update."""
+        job = self.job
+        if job is None:
+            return Outcome(self.updates, None, committed, reason)
+        delta = any(stream.kind == DELTA for stream in job.streams)
+        return Outcome(
+            self.updates, job.version, committed, reason,
+            members=tuple(n for s in job.streams for n in s.rollouts),
+            full=tuple(n for s in job.streams if s.kind == FULL for n in s.rollouts),
+            changed=sum(job.counts) if delta else None, counts=job.counts if delta else None,
+            full_bytes=job.nbytes[FULL], delta_bytes=job.nbytes[DELTA], digest=job.digest,
+        )  # fmt: skip
+
+    def _streams(self) -> list[Stream]:
+        current = tuple(n for n in self.members if n not in self.behind)
+        kinds = ((FULL, self.behind), (DELTA, current))
+        return [Stream(kind, numbers, self._data_group(numbers)) for kind, numbers in kinds if numbers]
+
+    def _data_group(self, numbers: tuple[int, ...]) -> Group:
+        ranks = [rank for number in numbers for rank in self.rollouts[number].ranks]
+        return self._group("data-" + "-".join(map(str, numbers)), (self.ranks[0], *ranks))
+
+    def _group(self, name: str, members: tuple[RankId, ...]) -> Group:
+        return Group(name, self.epoch, members)
+
+    async def _open(self, group: Group, deadline_ns: int) -> None:
+        if group not in self.groups:
+            self.groups.append(group)
+            await self.verbs.connect(group, deadline_ns)
+
+    async def _close_groups(self) -> None:
+        for group in self.groups:
+            await self.fanout.quietly(lambda group=group: self.verbs.disconnect(group))
+        self.groups = []
+
+    async def _stage_result(self, name: str, work: Coroutine[Any, Any, Job], deadline_ns: int) -> Job:
+        kept: list[Job] = []
+
+        async def keep() -> None:
+            kept.append(await work)
+
+        await self.stage(name, keep(), deadline_ns)
+        return kept[0]
+
+    def _check_losses(self, stage: str, verdict: Verdict) -> None:
+        lost = [*verdict.lost, *(vote.data["lost"] for vote in verdict.votes.values() if vote.data.get("lost"))]
+        for name in lost:
+            rank = RankId.parse(name)
+            if rank.role == "trainer" or self.settings.on_rollout_loss == "fail":
+                raise PeerLost(name, stage)
+            self.gone[rank.rollout] = f"{name} was lost"
