@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.errors import MissingTPAttributes, PlanMismatch
-from weightsync.reference.params import ParamMeta, TPAttributes
+from weightsync.reference.params import ParamMeta, TPAttributes, read, require
 from weightsync.reference.rowmap import RowMap, export, local_tensor, rows_and_width
 from weightsync.reference.shards import Interval, segments
 
@@ -30,6 +30,7 @@ __all__ = [
     "plain",
     "qkv",
     "row_map",
+    "row_maps",
     "vocab",
 ]
 
@@ -155,7 +156,7 @@ def row_map(
     if world > 1 and not layout.replicated and "tensor_model_parallel" not in attrs.values:
         raise MissingTPAttributes(
             f"parameter {name!r} of full shape {list(layout.shape)} carries no tensor_model_parallel "
-            f"attribute, so nobody can tell which part each of {world} ranks holds; carry the attributes from "
+            f"attribute, so nobody can tell what each of {world} ranks holds; carry the attributes from "
             "the live parameter, or declare it replicated in the layout table"
         )
     if layout.replicated or not attrs.sharded:
@@ -173,6 +174,40 @@ def row_map(
     except PlanMismatch as error:
         raise PlanMismatch(f"parameter {name!r}: {error}") from error
     return cut(layout, name, numbers, dim=dim, held=[(interval, True) for interval in held])
+
+
+def row_maps(
+    layouts: Mapping[str, Layout],
+    params: Mapping[str, Tensor],
+    rank: int,
+    world: int,
+    numbers: Mapping[str, int],
+) -> dict[str, RowMap]:
+    """Runtime name -> row map, from a trainer rank's live parameters and the attributes that they carry.
+
+    In the order of ``layouts``, which is to be the same on every rank. Reads no weights.
+
+    Raises:
+        MissingTPAttributes: a parameter that is not declared replicated does not say how it is cut.
+        PlanMismatch: names or shapes of ``params`` and ``layouts`` disagree, or as in ``row_map``.
+    """
+    for name in (*layouts, *params):
+        if name not in params or name not in layouts:
+            missing = "no live tensor" if name not in params else "no layout"
+            raise PlanMismatch(f"parameter {name!r} has {missing}, expected both; add it or leave it out")
+    maps = {}
+    for name, layout in layouts.items():
+        attributes = read(params[name])
+        if world > 1 and not layout.replicated:
+            attributes = require(params[name], name, full_shape=layout.shape)
+        maps[name] = row_map(layout, name, attributes, rank, world, numbers)
+        if tuple(params[name].shape) != maps[name].local_shape:
+            raise PlanMismatch(
+                f"parameter {name!r} has shape {list(params[name].shape)} on rank {rank}, expected "
+                f"{list(maps[name].local_shape)} as part of {list(layout.shape)}; correct the attributes, "
+                "the layout table or the tensor-parallel size"
+            )
+    return maps
 
 
 def cut(
