@@ -107,16 +107,21 @@ class AsyncioClock:
     """The clock of one rank on asyncio. All methods but those that say otherwise belong to the loop's thread.
 
     Args:
-        rank_name: name of the rank, such as ``rollout1.0``.
         loop: the loop it runs on; None makes one that ``close()`` closes again.
+        rank_name: name of the rank for error texts, such as ``rollout1.0``.
         now_ns: the time, the same for all ranks of a host; None means ``time.monotonic_ns``.
 
     Attributes:
         dead: True after ``kill()``: tasks are frozen for ever, timers and wake-ups are dropped.
     """
 
-    def __init__(self, rank_name: str, loop: asyncio.AbstractEventLoop | None = None,
-                 now_ns: Callable[[], int] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        rank_name: str = "rank",
+        now_ns: Callable[[], int] | None = None,
+    ) -> None:
         self.name = rank_name
         self.dead = False
         self.loop = asyncio.new_event_loop() if loop is None else loop
