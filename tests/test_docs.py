@@ -1,7 +1,8 @@
 """Every snippet of README and docs runs, and so does every doctest of every module.
 
 In a page, blocks marked ``python`` run in order in one namespace, ``pycon`` blocks are doctests in that
-namespace, ``toml`` blocks parse, and lines of ``sh`` blocks that start with ``weightsync`` run in an empty folder.
+namespace, ``toml`` blocks parse, and lines of ``sh`` blocks that start with ``weightsync`` run, in an empty
+folder.
 ``<!-- python ... -->`` runs too, unseen. ``<!-- not run: why -->`` before a block leaves it out.
 """
 

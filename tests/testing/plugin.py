@@ -6,6 +6,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
+pytest.register_assert_rewrite(
+    "weightsync.testing.check_weight_sync",
+    "weightsync.testing.conformance",
+    "weightsync.testing.faults",
+    "weightsync.testing.ranks",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--weightsync-backend NAME``, which may be given more than once."""
