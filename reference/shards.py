@@ -50,7 +50,7 @@ def segments(
             "choose a tensor-parallel size that divides it"
         )
     step = length // (world * stride)
-    starts = range(rank * step, length, world * step)
+    starts = [(rank + block * world) * step for block in range(stride)]
     return tuple((start, start + step) for start in starts)
 
 
