@@ -41,7 +41,7 @@ class SimTask:
         self._value: Any = None
         self._error: BaseException | None = None
         self._claimed = False
-        self._callbacks: list[Callable[[SimTask], None]] = []
+        self._callbacks: list[Callable[[SimTask], None]] = [clock._ended]
 
     def __repr__(self) -> str:
         return f"SimTask({self.name!r} of {self.clock.name}, {'done' if self._done else 'pending'})"
@@ -117,7 +117,6 @@ class SimTask:
         if clock.dead:
             return
         self._done, self._value, self._error = True, value, error
-        clock._ended(self)
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             clock.world.call_soon(callback, self)
@@ -259,7 +258,7 @@ class SimClock:
             await Waiter()
 
     def _ended(self, task: SimTask) -> None:
-        del self._tasks[task]
+        self._tasks.pop(task, None)
         if task._error is not None and not isinstance(task._error, CancelledError):
             self._failed.append(task)
 
