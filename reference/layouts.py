@@ -111,7 +111,7 @@ def qkv(q: ParamMeta, k: ParamMeta, v: ParamMeta, *, heads: int, groups: int, he
                 "correct the head counts or the shape"
             )
     stacked = concat(q, k, v)
-    parts = torch.arange(stacked.shape[0]).split([meta.shape[0] for meta in stacked.metas])
+    parts = torch.split(torch.arange(stacked.shape[0]), [meta.shape[0] for meta in stacked.metas])
     order = torch.cat([part.reshape(groups, -1) for part in parts], dim=1).reshape(-1)
     return replace(stacked, tensor=stacked.tensor[order], row=stacked.row[order])
 
