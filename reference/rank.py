@@ -63,10 +63,10 @@ class Fabric(Protocol):
 class Hooks(Protocol):
     """Sees every verb; fault injection is one."""
 
-    async def before(self, verb: str) -> None:
-        """Called before the effect; may raise, wait or never return."""
+    async def before(self, verb: str) -> int:
+        """Called before the effect; may raise, wait or never return. What it answers, ``after`` is given."""
 
-    async def after(self, verb: str) -> None:
+    async def after(self, verb: str, ordinal: int) -> None:
         """Called after the effect; may raise, wait or never return."""
 
 
@@ -121,12 +121,11 @@ class Verbs:
         """Result of one effect, with its span recorded and the hooks called around it."""
         start, ok, moved = self.clock.now_ns(), False, 0
         try:
-            if self.hooks is not None:
-                await self.hooks.before(name)
+            ordinal = await self.hooks.before(name) if self.hooks is not None else 0
             result = await effect()
             moved = nbytes if isinstance(nbytes, int) else nbytes(result)
             if self.hooks is not None:
-                await self.hooks.after(name)
+                await self.hooks.after(name, ordinal)
             ok = True
             return result
         finally:
@@ -239,7 +238,7 @@ class Verbs:
         """
 
         async def effect() -> list[Any] | None:
-            part = run(self.local.part(slot, changes, rows))
+            part = await self.perform("gather", self.local.part(slot, changes, rows))
             return await self.fabric.gather(group, part, sizes, deadline_ns)
 
         return await self.verb("gather", effect, sum(sizes))

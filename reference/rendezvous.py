@@ -6,12 +6,12 @@ simulator after the time it prices. Like a real communicator, a group that saw a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.reference.clock import Future
-from weightsync.reference.errors import GroupBroken
+from weightsync.reference.clock import Clock, Future
+from weightsync.reference.errors import DeadlineExceeded, GroupBroken, PlanMismatch
 from weightsync.reference.members import Group, RankId
 
 
@@ -91,3 +91,105 @@ class Rendezvous:
 
     def _text(self, why: str) -> str:
         return f"group {self.group.key} is dead: {why}; close it and connect a new group epoch"
+
+
+class Meetings:
+    """All groups of one process, or of one simulated world.
+
+    Args:
+        complete: called with a full meeting and its rendezvous; must have ``rendezvous.done(meeting)`` called,
+            now or later.
+    """
+
+    def __init__(self, complete: Callable[[Rendezvous, Meeting], None]) -> None:
+        self._complete = complete
+        self._groups: dict[str, Rendezvous] = {}
+
+    def of(self, group: Group) -> Rendezvous:
+        """The rendezvous of ``group``, made on first use; raises GroupBroken when its members differ."""
+        rendezvous = self._groups.get(group.key)
+        if rendezvous is None:
+            rendezvous = Rendezvous(group, lambda meeting: self._complete(self._groups[group.key], meeting))
+            self._groups[group.key] = rendezvous
+        if rendezvous.group.members != group.members:
+            raise GroupBroken(
+                f"group {group.key} was opened with {', '.join(map(str, rendezvous.group.members))}, not with "
+                f"{', '.join(map(str, group.members))}; use a new group epoch"
+            )
+        return rendezvous
+
+    def lost(self, rank: RankId) -> None:
+        """A rank is gone: every group it was in is dead."""
+        for rendezvous in self._groups.values():
+            if rank in rendezvous.group.members:
+                rendezvous.fail(f"{rank} is gone")
+
+
+class MeetingFabric:
+    """One rank's data groups within one process; implements ``rank.Fabric``.
+
+    Args:
+        me: this rank.
+        clock: its clock.
+        meetings: shared with its peers.
+    """
+
+    def __init__(self, me: RankId, clock: Clock, meetings: Meetings) -> None:
+        self.me = me
+        self.clock = clock
+        self.meetings = meetings
+        self._open: dict[str, Rendezvous] = {}
+
+    async def open(self, group: Group, deadline_ns: int) -> None:
+        """See ``rank.Fabric.open``."""
+        rendezvous = self.meetings.of(group)
+        self._open[group.key] = rendezvous
+        await self._meet(rendezvous, "open", None, deadline_ns)
+
+    async def close(self, group: Group) -> None:
+        """See ``rank.Fabric.close``; the peers' pending operations fail."""
+        rendezvous = self._open.pop(group.key, None)
+        if rendezvous is not None:
+            rendezvous.fail(f"{self.me} closed it")
+
+    async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
+        """See ``rank.Fabric.exchange``."""
+        payloads = await self._meet(self._of(group), f"exchange of {len(vector)}", list(vector), deadline_ns)
+        return [list(payload) for payload in payloads]
+
+    async def gather(self, group: Group, part: Any, sizes: Sequence[int], deadline_ns: int) -> list[Any] | None:
+        """See ``rank.Fabric.gather``."""
+        expected = sizes[group.index(self.me)]
+        if part.nbytes != expected:
+            raise PlanMismatch(
+                f"{self.me} brings {part.nbytes} bytes to a gather where its peers expect {expected}; "
+                "the counts it announced were others"
+            )
+        payloads = await self._meet(self._of(group), f"gather of {list(sizes)}", part, deadline_ns)
+        return payloads if group.members[0] == self.me else None
+
+    async def send(self, group: Group, bucket: Any, deadline_ns: int) -> None:
+        """See ``rank.Fabric.send``."""
+        await self._meet(self._of(group), "broadcast", bucket, deadline_ns)
+
+    async def receive(self, group: Group, deadline_ns: int) -> Any:
+        """See ``rank.Fabric.receive``; every receiver gets its own copy."""
+        payloads = await self._meet(self._of(group), "broadcast", None, deadline_ns)
+        return payloads[0].copy()
+
+    def _of(self, group: Group) -> Rendezvous:
+        try:
+            return self._open[group.key]
+        except KeyError:
+            raise GroupBroken(f"group {group.key} is not open on {self.me}; connect it first") from None
+
+    async def _meet(self, rendezvous: Rendezvous, op: str, payload: Any, deadline_ns: int) -> list[Any]:
+        future = self.clock.future()
+        rendezvous.post(self.me, op, payload, future)
+        try:
+            payloads: list[Any] = await self.clock.wait(future, deadline_ns)
+        except TimeoutError:
+            missing = ", ".join(rendezvous.absent()) or "its peers"
+            rendezvous.fail(f"{self.me} waited for {missing} in {op!r} until its deadline")
+            raise DeadlineExceeded(f"{op!r} in group {rendezvous.group.key}, waiting for {missing},") from None
+        return payloads

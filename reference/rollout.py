@@ -156,6 +156,8 @@ class Rollout:
             if report["dirty"] is not None or report["version"] != self.version:
                 self.dirty = self.dirty or f"{rank} holds version {report['version']} ({report['dirty'] or 'clean'})"
         digest = await self.verbs.digest()
+        if self.dirty is not None:
+            await self.pause()
         if self.leader and self.dirty is None and not self.resumed:
             await self.resume()
         return {
@@ -164,8 +166,18 @@ class Rollout:
         }  # fmt: skip
 
     async def start(self, request: Request) -> Mapping[str, Any]:
-        """Get ready to receive one version; refuses a number tried before and a base it does not hold."""
-        body = request.body
+        """Get ready for one version on every rank, and begin to receive it."""
+        update = await self.begin(request.body, self._deadline(request))
+        try:
+            await self.order("start", request.body, update.deadline_ns)
+        except Exception as error:
+            await self.end_update(str(error))
+            raise
+        update.receiving = self.verbs.spawn(self.receive(update), f"receive {update.version}")
+        return {}
+
+    async def begin(self, body: Mapping[str, Any], deadline_ns: int) -> Receiving:
+        """Get this rank ready for one version; refuses a number tried before and a base it does not hold."""
         version, base, kind = body["version"], body["base"], body["kind"]
         if body["epoch"] != self.epoch:
             raise StaleVersion(f"group epoch {body['epoch']} is not {self.epoch}, which {self.verbs.me} joined")
@@ -179,20 +191,16 @@ class Rollout:
         self.verbs.update = body["update"]
         await self.end_update(f"version {version} began")
         self.highest = version
-        deadline_ns = self._deadline(request)
         group = Group(body["group"], self.epoch, tuple(RankId.parse(name) for name in body["members"]))
-        update = Receiving(version, base, kind, group, deadline_ns, deadline_ns + self.settings.lease_ns)
-        self.update = update
-        try:
-            if self.settings.receive == "stream":
+        self.update = Receiving(version, base, kind, group, deadline_ns, deadline_ns + self.settings.lease_ns)
+        if self.settings.receive == "stream":
+            try:
                 await self.pause()
-                self.mark(update)
-            await self.order("start", body, deadline_ns)
-        except Exception as error:
-            await self.end_update(str(error))
-            raise
-        update.receiving = self.verbs.spawn(self.receive(update), f"receive {version}")
-        return {}
+            except Exception as error:
+                await self.end_update(str(error))
+                raise
+            self.mark(self.update)
+        return self.update
 
     async def receive(self, update: Receiving) -> None:
         """Take in every bucket of an update until its trailer."""
@@ -359,8 +367,10 @@ class Rollout:
             self.dirty = self.dirty or f"version {update.version} could not be rolled back after: {reason}"
         update.ended = True
         self.update = None
-        if self.leader and self.dirty is None and not self.resumed:
-            await self.fanout.quietly(self.resume)
+        if self.dirty is not None:
+            await self.fanout.quietly(self.pause, tries=1)
+        elif self.leader and not self.resumed:
+            await self.fanout.quietly(self.resume, tries=1)
 
     async def roll_back(self, update: Receiving) -> bool:
         """True once the old bits are back on this rank."""

@@ -260,7 +260,7 @@ class Trainer:
         slot = self.choose_slot()
         base = self.slots.acknowledged if set(self.members) - set(self.behind) else None
         failure: Exception | None = None
-        share, counts, changes = 0, (0,) * len(self.plan.tensors), None
+        share, counts, changes = 0, (0,) * len(self.plan.pieces), None
         try:
             self.slots.invalidate(slot)
             await self.verbs.snapshot(slot)
@@ -358,7 +358,7 @@ class Trainer:
             self.updates, job.version, committed, reason,
             members=tuple(n for s in job.streams for n in s.rollouts),
             full=tuple(n for s in job.streams if s.kind == FULL for n in s.rollouts),
-            changed=sum(job.counts) if delta else None, counts=job.counts if delta else None,
+            changed=sum(job.counts) if delta else None, counts=self.plan.tensor_counts(job.counts) if delta else None,
             full_bytes=job.nbytes[FULL], delta_bytes=job.nbytes[DELTA], digest=job.digest,
         )  # fmt: skip
 

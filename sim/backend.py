@@ -1,0 +1,199 @@
+"""The verbs on a modelled cluster: local steps cost time half-way, messages a latency, buckets a shared link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from weightsync.reference.control import Control, Message
+from weightsync.reference.members import RankId
+from weightsync.reference.rank import Engine, Hooks, Verbs
+from weightsync.reference.rendezvous import Meeting, MeetingFabric, Meetings, Rendezvous
+from weightsync.reference.steps import Step, Touched
+from weightsync.reference.trace import Trace
+from weightsync.sim.clock import SimClock
+from weightsync.sim.costs import cost_ns
+from weightsync.sim.fluid import FluidNet
+from weightsync.sim.hardware import Profile
+from weightsync.sim.ledger import Interval, Ledger
+from weightsync.sim.world import SimWorld
+
+T = TypeVar("T")
+
+
+class SimCluster:
+    """Every rank of one simulated run: one world, one shared link, one control network, one ledger.
+
+    Args:
+        world: the simulated time.
+        profile: the hardware, with a provenance for each number.
+        lease_ns: how long after a kill the control plane of the others knows of it.
+        detect_ns: how long after a kill its data groups break.
+    """
+
+    def __init__(self, world: SimWorld, profile: Profile, *, lease_ns: int, detect_ns: int = 0) -> None:
+        self.world = world
+        self.profile = profile
+        self.lease_ns = lease_ns
+        self.detect_ns = detect_ns
+        self.ledger = Ledger()
+        self.net = FluidNet(world)
+        self.link = profile.network
+        self.clocks: dict[str, SimClock] = {}
+        self.controls: dict[str, Control] = {}
+        self.meetings = Meetings(self._carry)
+
+    def verbs(
+        self,
+        me: RankId,
+        local: Any,
+        *,
+        engine: Engine | None = None,
+        trace: Trace | None = None,
+        hooks: Hooks | None = None,
+    ) -> SimVerbs:
+        """The verbs of one rank; ``local`` moves real bytes (``Source``, ``Target``) or only counts them."""
+        name = str(me)
+        clock = SimClock(self.world, name)
+        control = Control(name, clock, SimMail(self, name))
+        self.clocks[name], self.controls[name] = clock, control
+        fabric = MeetingFabric(me, clock, self.meetings)
+        return SimVerbs(me, clock, control, fabric, local, engine, trace, hooks, cluster=self)
+
+    def kill(self, rank: str) -> None:
+        """Freeze a rank for ever; its groups break after ``detect_ns``, its lease ends after ``lease_ns``."""
+        self.clocks[rank].kill()
+        self.ledger.forget(rank)
+        now = self.world.now_ns()
+        self.world.call_at(now + self.detect_ns, lambda: self.meetings.lost(RankId.parse(rank)))
+        self.world.call_at(now + self.lease_ns, lambda: self._lose(rank))
+
+    def alive(self, rank: str) -> bool:
+        """False once the rank was killed."""
+        return not self.clocks[rank].dead
+
+    def _lose(self, rank: str) -> None:
+        for name, control in self.controls.items():
+            if self.alive(name):
+                control.lost(rank)
+
+    def _carry(self, rendezvous: Rendezvous, meeting: Meeting) -> None:
+        nbytes = sum(_wire_bytes(payload) for payload in meeting.payloads.values())
+        carried = self.net.transfer([self.link], nbytes)
+        carried.add(_Callback(lambda: rendezvous.done(meeting)))
+
+
+class SimMail:
+    """One rank's way out to the control network; implements ``control.Transport``.
+
+    Attributes:
+        late_ns: added to the next message's latency, then cleared; how a fault delays a post.
+    """
+
+    def __init__(self, cluster: SimCluster, me: str) -> None:
+        self.cluster = cluster
+        self.me = me
+        self.late_ns = 0
+
+    def put(self, peer: str, message: Message) -> None:
+        """See ``control.Transport.put``."""
+        late_ns, self.late_ns = self.late_ns, 0
+        when = self.cluster.world.now_ns() + cost_ns("post", 0, self.cluster.profile) + late_ns
+
+        def deliver() -> None:
+            if peer in self.cluster.controls and self.cluster.alive(peer):
+                self.cluster.controls[peer].deliver(message)
+
+        self.cluster.world.call_at(when, deliver)
+
+
+class SimVerbs(Verbs):
+    """The verbs of one simulated rank. A step's bytes move half at the start and half at the end of its time."""
+
+    def __init__(self, *args: Any, cluster: SimCluster) -> None:
+        super().__init__(*args)
+        self.cluster = cluster
+
+    async def perform(self, name: str, step: Step[T]) -> T:
+        """Result of a local step, after the time that the profile gives it; the ledger sees what it touches."""
+        ledger, clock = self.cluster.ledger, self.clock
+        try:
+            touched = next(step)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        interval = ledger.begin(str(self.me), name, touched, clock.now_ns())
+        try:
+            await clock.sleep_until(clock.now_ns() + cost_ns(name, touched.nbytes, self.cluster.profile))
+            return _finish(step)
+        finally:
+            ledger.end(interval)
+            step.close()
+
+
+class SimEngine:
+    """The generating side of one rollout: while it runs it reads the weights of all the rollout's ranks.
+
+    Args:
+        cluster: where it runs.
+        ranks: the rollout's ranks, leader first.
+        on_resume: called when requests may read again, before they do.
+    """
+
+    def __init__(
+        self, cluster: SimCluster, ranks: Sequence[RankId], on_resume: Callable[[], None] | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.ranks = tuple(ranks)
+        self.on_resume = on_resume
+        self._reading: dict[str, Interval] = {}
+
+    async def pause(self) -> None:
+        """Return once the requests in flight are drained; no-op when paused."""
+        await self._spend("pause")
+        for interval in self._reading.values():
+            self.cluster.ledger.end(interval)
+        self._reading = {}
+
+    async def resume(self) -> None:
+        """Let requests read again; no-op when they do."""
+        await self._spend("resume")
+        if self._reading:
+            return
+        if self.on_resume is not None:
+            self.on_resume()
+        for rank in self.ranks:
+            if self.cluster.alive(str(rank)):
+                touched = Touched(0, reads=("weights",))
+                now = self.cluster.world.now_ns()
+                self._reading[str(rank)] = self.cluster.ledger.begin(str(rank), "generate", touched, now)
+
+    @property
+    def generating(self) -> bool:
+        """True while requests read the weights."""
+        return bool(self._reading)
+
+    async def _spend(self, verb: str) -> None:
+        clock = self.cluster.clocks[str(self.ranks[0])]
+        await clock.sleep_until(clock.now_ns() + cost_ns(verb, 0, self.cluster.profile))
+
+
+class _Callback:
+    """Calls a function when a simulated future is done."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.wake = function
+
+
+def _finish(step: Step[T]) -> T:
+    try:
+        next(step)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+    raise RuntimeError("a step paused twice; it must yield exactly once, half-way")
+
+
+def _wire_bytes(payload: Any) -> int:
+    if isinstance(payload, list):
+        return 8 * len(payload)
+    nbytes: int = getattr(payload, "nbytes", 0)
+    return nbytes

@@ -1,0 +1,132 @@
+"""Faults at awaits: kill, stall, fail, fail-after; planned one by one, exhaustively, or drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
+
+FaultKind = Literal["kill", "stall", "fail", "fail-after"]
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+
+class InjectedFault(Exception):
+    """A verb failed on purpose; not one of this package's own errors, like anything that a library may raise."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        rank: name of the rank it hits.
+        index: which of the rank's awaits it hits, counted from 1 in the order in which they begin.
+        kind: ``kill`` freezes the rank; ``stall`` delays the verb (a post: its message) beyond the update's
+            deadline but not the lease; ``fail`` raises before the verb took effect, ``fail-after`` after it did.
+    """
+
+    rank: str
+    index: int
+    kind: FaultKind
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank} at await {self.index}"
+
+
+class Effects(Protocol):
+    """How one executor makes faults happen; the sim and the thread ranks each bring theirs."""
+
+    async def kill(self, rank: str) -> None:
+        """Never returns: the rank does nothing any more, not even its ``finally`` blocks."""
+
+    async def stall(self, rank: str, verb: str) -> None:
+        """Returns late, or makes the verb's message late."""
+
+
+@dataclass
+class FaultPlan:
+    """The faults of one run; ``disarm`` it before the update that must succeed.
+
+    Attributes:
+        faults: what is planned.
+        hit: the faults that happened, with the verb that each one hit.
+    """
+
+    faults: Sequence[Fault] = ()
+    armed: bool = True
+    hit: list[tuple[Fault, str]] = field(default_factory=list)
+
+    def disarm(self) -> None:
+        """From here on no fault happens."""
+        self.armed = False
+
+
+class FaultHooks:
+    """Sees every verb of one rank and makes the planned faults happen; implements ``rank.Hooks``.
+
+    Attributes:
+        verbs: names of the verbs that began, in order; fault indices count them from 1.
+    """
+
+    def __init__(self, rank: str, plan: FaultPlan, effects: Effects) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.effects = effects
+        self.verbs: list[str] = []
+        self._planned = {fault.index: fault for fault in plan.faults if fault.rank == rank}
+
+    async def before(self, verb: str) -> int:
+        """Count the verb; kill, stall or fail it as planned. The ordinal is what ``after`` is given."""
+        self.verbs.append(verb)
+        ordinal = len(self.verbs)
+        fault = self._fault(ordinal)
+        if fault is not None and fault.kind != "fail-after":
+            self.plan.hit.append((fault, verb))
+            if fault.kind == "kill":
+                await self.effects.kill(self.rank)
+            elif fault.kind == "stall":
+                await self.effects.stall(self.rank, verb)
+            else:
+                raise InjectedFault(f"{self.rank} {verb}, before it took effect")
+        return ordinal
+
+    async def after(self, verb: str, ordinal: int) -> None:
+        """Fail a verb that took effect, as planned."""
+        fault = self._fault(ordinal)
+        if fault is not None and fault.kind == "fail-after":
+            self.plan.hit.append((fault, verb))
+            raise InjectedFault(f"{self.rank} {verb}, after it took effect")
+
+    def _fault(self, ordinal: int) -> Fault | None:
+        return self._planned.get(ordinal) if self.plan.armed else None
+
+
+def exhaustive(awaits: Mapping[str, int], kinds: Sequence[FaultKind] = KINDS) -> Iterator[tuple[Fault, ...]]:
+    """Every single fault of a run in which each rank made so many awaits, rank by rank."""
+    for rank, count in awaits.items():
+        for index in range(1, count + 1):
+            for kind in kinds:
+                yield (Fault(rank, index, kind),)
+
+
+def drawn(awaits: Mapping[str, int], seed: int, most: int = 2) -> tuple[Fault, ...]:
+    """One to ``most`` faults drawn from ``seed``, at most one kill among them; equal seeds draw equal faults."""
+    stream = random.Random(f"{seed}/faults")
+    ranks = sorted(awaits)
+    found: dict[tuple[str, int], Fault] = {}
+    for number in range(most):
+        rank = stream.choice(ranks)
+        killed = any(fault.kind == "kill" for fault in found.values())
+        kind = stream.choice([kind for kind in KINDS if not (killed and kind == "kill")])
+        index = stream.randint(1, max(1, awaits[rank] * 5 // 4))
+        found[rank, index] = Fault(rank, index, kind)
+        if number == 0 and most > 1 and stream.random() < 0.1:
+            break
+    return tuple(sorted(found.values()))
+
+
+def describe(faults: Sequence[Fault], hit: Sequence[tuple[Fault, Any]]) -> str:
+    """The plan in words, with the verb that each fault hit."""
+    verbs = dict(hit)
+    return "; ".join(f"{fault} ({verbs.get(fault, 'not reached')})" for fault in faults) or "no fault"
