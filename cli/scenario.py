@@ -9,7 +9,9 @@ from typing import Any, Literal
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from weightsync.cli.model.config import DTYPES
 from weightsync.reference.errors import WeightSyncError
+from weightsync.reference.model import ModelShape
 
 MIB = 1 << 20
 
@@ -29,12 +31,28 @@ class Shape(_Table):
     vocab_size: int = Field(default=259, ge=1)
     hidden_size: int = Field(default=128, ge=1)
     intermediate_size: int = Field(default=384, ge=1)
-    num_hidden_layers: int = Field(default=4, ge=0)
+    num_hidden_layers: int = Field(default=4, ge=1)
     num_attention_heads: int = Field(default=8, ge=1)
     num_key_value_heads: int = Field(default=4, ge=1)
     head_dim: int = Field(default=16, ge=1)
     tie_word_embeddings: bool = True
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+    def model_shape(self) -> ModelShape:
+        """The same sizes as the reference has them."""
+        return ModelShape(
+            vocab=self.vocab_size,
+            hidden=self.hidden_size,
+            intermediate=self.intermediate_size,
+            layers=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            tied=self.tie_word_embeddings,
+            qk_norm=self.model_type == "qwen3",
+            qkv_bias=self.model_type == "qwen2",
+            dtype=DTYPES[self.dtype],
+        )
 
     @model_validator(mode="after")
     def _heads(self) -> Shape:
@@ -85,8 +103,8 @@ class Workload(_Table):
 
     kind: Literal["train", "synthetic"] = "train"
     steps: int = Field(default=3, ge=1)
-    density: float = Field(default=0.02, ge=0.0, le=1.0)
-    lr: float = Field(default=2e-6, gt=0.0)
+    density: float = Field(default=0.03, ge=0.0, le=1.0)
+    lr: float = Field(default=1e-6, gt=0.0)
     seed: int = Field(default=0, ge=0)
     batch: int = Field(default=4, ge=1)
     tokens: int = Field(default=64, ge=1)

@@ -6,6 +6,7 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def copy(name: str, target: Path) -> Path:
     return path
 
 
-def _folder() -> Any:
+def _folder() -> Traversable:
     return resources.files("weightsync.cli") / "scenarios"
 
 

@@ -1,0 +1,92 @@
+"""From a scenario to what changes the weights: the checkpoint folder, a trainer rank, the first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from weightsync.cli.model.checkpoint import load_checkpoint, make_checkpoint
+from weightsync.cli.model.config import DecoderConfig, read_config
+from weightsync.cli.model.sharded import ShardedModel, local_weights
+from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
+from weightsync.cli.model.trainer import DemoTrainer
+from weightsync.cli.scenario import RolloutLayout, Scenario
+from weightsync.reference.model import ModelShape
+from weightsync.reference.placement import rollout_maps
+
+
+class WorkloadTrainer(Protocol):
+    """What a run needs of a trainer rank; DemoTrainer and SyntheticTrainer both are one.
+
+    Attributes:
+        model: the shards of every trainer rank, with their row maps.
+    """
+
+    model: ShardedModel
+
+    @property
+    def params(self) -> Mapping[str, Parameter]:
+        """Runtime name -> this rank's live parameter with real TP attributes; ``step`` changes it."""
+
+    def step(self) -> float:
+        """Change the weights once, the same on every rank; the loss, or how many elements changed."""
+
+    def export(self) -> dict[str, Tensor]:
+        """Hugging Face name -> whole tensor of the present weights: the oracle for every rollout."""
+
+
+def model_shape(scenario: Scenario) -> ModelShape:
+    """Sizes of the scenario's model, without reading a weight."""
+    sizes = scenario.model.sizes
+    if sizes is not None:
+        return sizes.model_shape()
+    return read_config(Path(scenario.model.checkpoint or "") / "config.json").shape
+
+
+def prepare(scenario: Scenario, scratch: Path) -> Path | None:
+    """The checkpoint folder to train from; made under ``scratch`` when the scenario only gives a shape.
+
+    None for a synthetic workload without a checkpoint. To be called once, before any rank starts.
+    """
+    sizes = scenario.model.sizes
+    if sizes is None:
+        return Path(scenario.model.checkpoint or "")
+    if scenario.workload.kind == "synthetic":
+        return None
+    config = DecoderConfig(sizes.model_type, sizes.model_shape())
+    return make_checkpoint(scratch / "checkpoint", config, scenario.workload.seed)
+
+
+def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> WorkloadTrainer:
+    """Trainer rank ``rank``; ``folder`` is what ``prepare`` returned."""
+    work, world = scenario.workload, scenario.trainer.tp
+    if work.kind == "train" and folder is not None:
+        return DemoTrainer(
+            folder, rank, world, lr=work.lr, seed=work.seed, batch=work.batch, tokens=work.tokens
+        )
+    return SyntheticTrainer(
+        model_shape(scenario),
+        rank,
+        world,
+        density=work.density,
+        seed=work.seed,
+        weights=None if folder is None else load_checkpoint(folder).weights,
+    )
+
+
+def first_weights(scenario: Scenario, folder: Path | None) -> dict[str, Tensor]:
+    """Hugging Face name -> whole tensor before the first step, on every side; new storage at each call."""
+    if folder is not None:
+        return load_checkpoint(folder).weights
+    return SyntheticWorkload(model_shape(scenario).tensors(), 0.0, scenario.workload.seed).initial()
+
+
+def rollout_weights(
+    shape: ModelShape, layout: RolloutLayout, rank: int, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Runtime name -> tensor of one rollout rank that holds ``weights``; new storage."""
+    return local_weights(rollout_maps(shape, rank, layout.tp, layout.fused), weights, shape.tensors())
