@@ -18,10 +18,18 @@ _COMPACT_ABOVE = 1024
 
 
 class Timer(simpy.Event):
-    """A callback at an instant. ``cancel`` takes it back; it then neither runs nor moves the clock."""
+    """A callback at an instant. ``cancel`` takes it back; it then neither runs nor moves the clock.
 
-    def __init__(self, env: _Environment, callback: Callable[[], None], owner: Owner | None) -> None:
+    Attributes:
+        when_ns: the instant.
+        cancelled: True once it was taken back.
+    """
+
+    def __init__(
+        self, env: _Environment, when_ns: int, callback: Callable[[], None], owner: Owner | None
+    ) -> None:
         super().__init__(env)
+        self.when_ns = when_ns
         self._ok = True
         self._value = None
         self._callback = callback
@@ -122,7 +130,7 @@ class SimFuture:
         self._done = False
         self._value: Any = None
         self._error: BaseException | None = None
-        self._waiters: list[Waiter] = []
+        self._waiters: list[Waiter | _Callback] = []
 
     def done(self) -> bool:
         """True once a value or an error is there."""
@@ -135,6 +143,13 @@ class SimFuture:
     def set_exception(self, error: BaseException) -> None:
         """Deliver an error; no-op when done. An error that nobody waits for is not reported."""
         self._settle(None, error)
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, in the instant in which the future is done; at once when it is."""
+        if self._done:
+            callback()
+        else:
+            self._waiters.append(_Callback(callback))
 
     def result(self) -> Any:
         """The value, or the error raised. RuntimeError while pending."""
@@ -160,6 +175,13 @@ class SimFuture:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter.wake()
+
+
+class _Callback:
+    __slots__ = ("wake",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.wake = callback
 
 
 class Settling(Protocol):
@@ -211,8 +233,9 @@ class SimWorld:
 
         Raises TypeError when ``when_ns`` is not an integer: simulated time never rounds.
         """
-        timer = Timer(self.env, callback, owner)
-        self.env.schedule(timer, delay=max(0, index(when_ns) - self.now_ns()))
+        now_ns = self.now_ns()
+        timer = Timer(self.env, max(index(when_ns), now_ns), callback, owner)
+        self.env.schedule(timer, delay=timer.when_ns - now_ns)
         return timer
 
     def run(
