@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from weightsync.cli.model.config import DTYPES
 from weightsync.reference.errors import WeightSyncError
+from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
+from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
 
 MIB = 1 << 20
 
@@ -65,10 +67,16 @@ class Shape(_Table):
 
 
 class Model(_Table):
-    """What is trained: a checkpoint folder, or a shape to fill with seeded weights."""
+    """What is trained: a checkpoint folder, or a shape to fill with seeded weights.
+
+    Vocabularies are padded to a multiple of ``trainer_vocab_multiple`` times TP rows on the trainer, and of
+    ``rollout_vocab_multiple`` rows on a fused rollout.
+    """
 
     checkpoint: str | None = None
     shape: Shape | None = None
+    trainer_vocab_multiple: int = Field(default=TRAINER_MULTIPLE, ge=1)
+    rollout_vocab_multiple: int = Field(default=ROLLOUT_MULTIPLE, ge=1)
 
     @model_validator(mode="after")
     def _one(self) -> Model:
@@ -82,13 +90,13 @@ class Model(_Table):
         return None if self.checkpoint is not None else self.shape or Shape()
 
 
-class TrainerLayout(_Table):
+class TrainerTable(_Table):
     """How the trainer's ranks cut the model."""
 
     tp: int = Field(default=2, ge=1)
 
 
-class RolloutLayout(_Table):
+class RolloutTable(_Table):
     """How one rollout's ranks cut the model; fused means qkv_proj and gate_up_proj."""
 
     tp: int = Field(default=1, ge=1)
@@ -143,8 +151,8 @@ class Scenario(_Table):
     hardware: str = "laptop"
     values: bool = True
     model: Model = Model()
-    trainer: TrainerLayout = TrainerLayout()
-    rollouts: tuple[RolloutLayout, ...] = Field(min_length=1)
+    trainer: TrainerTable = TrainerTable()
+    rollouts: tuple[RolloutTable, ...] = Field(min_length=1)
     workload: Workload = Workload()
     policy: Policy = Policy()
     faults: Faults = Faults()

@@ -11,19 +11,19 @@ from torch.nn import Parameter
 
 from weightsync.cli.model.checkpoint import load_checkpoint, make_checkpoint
 from weightsync.cli.model.config import DecoderConfig, read_config
-from weightsync.cli.model.sharded import ShardedModel, local_weights
+from weightsync.cli.model.sharded import ShardedModel
 from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
 from weightsync.cli.model.trainer import DemoTrainer
-from weightsync.cli.scenario import RolloutLayout, Scenario
+from weightsync.cli.scenario import Scenario
+from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.model import ModelShape
-from weightsync.reference.placement import rollout_maps
 
 
 class WorkloadTrainer(Protocol):
     """What a run needs of a trainer rank; DemoTrainer and SyntheticTrainer both are one.
 
     Attributes:
-        model: the shards of every trainer rank, with their row maps.
+        model: the shards of every trainer rank, and who holds what.
     """
 
     model: ShardedModel
@@ -47,6 +47,18 @@ def model_shape(scenario: Scenario) -> ModelShape:
     return read_config(Path(scenario.model.checkpoint or "") / "config.json").shape
 
 
+def deployment(scenario: Scenario) -> Deployment:
+    """Who holds what in the scenario, with its plan; equal in every process."""
+    return Deployment(
+        model_shape(scenario),
+        scenario.trainer.tp,
+        tuple(RolloutLayout(rollout.tp, rollout.fused) for rollout in scenario.rollouts),
+        scenario.policy.bucket_bytes,
+        scenario.model.trainer_vocab_multiple,
+        scenario.model.rollout_vocab_multiple,
+    )
+
+
 def prepare(scenario: Scenario, scratch: Path) -> Path | None:
     """The checkpoint folder to train from; made under ``scratch`` when the scenario only gives a shape.
 
@@ -63,15 +75,14 @@ def prepare(scenario: Scenario, scratch: Path) -> Path | None:
 
 def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> WorkloadTrainer:
     """Trainer rank ``rank``; ``folder`` is what ``prepare`` returned."""
-    work, world = scenario.workload, scenario.trainer.tp
+    work, layout = scenario.workload, deployment(scenario)
     if work.kind == "train" and folder is not None:
         return DemoTrainer(
-            folder, rank, world, lr=work.lr, seed=work.seed, batch=work.batch, tokens=work.tokens
+            folder, rank, layout, lr=work.lr, seed=work.seed, batch=work.batch, tokens=work.tokens
         )
     return SyntheticTrainer(
-        model_shape(scenario),
+        layout,
         rank,
-        world,
         density=work.density,
         seed=work.seed,
         weights=None if folder is None else load_checkpoint(folder).weights,
@@ -83,10 +94,3 @@ def first_weights(scenario: Scenario, folder: Path | None) -> dict[str, Tensor]:
     if folder is not None:
         return load_checkpoint(folder).weights
     return SyntheticWorkload(model_shape(scenario).tensors(), 0.0, scenario.workload.seed).initial()
-
-
-def rollout_weights(
-    shape: ModelShape, layout: RolloutLayout, rank: int, weights: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Runtime name -> tensor of one rollout rank that holds ``weights``; new storage."""
-    return local_weights(rollout_maps(shape, rank, layout.tp, layout.fused), weights, shape.tensors())

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from weightsync.cli.model.sharded import ShardedModel
-from weightsync.reference.model import ModelShape
+from weightsync.reference.deployment import Deployment
 from weightsync.reference.params import ParamMeta, int_view
 
 _EXPONENT_BITS = {
@@ -102,9 +102,8 @@ class SyntheticTrainer:
     """A trainer rank whose steps are a SyntheticWorkload; the same attributes and methods as DemoTrainer.
 
     Args:
-        shape: sizes of the model.
+        deployment: who holds what.
         rank: this rank; whose shards ``params`` gives.
-        world: trainer TP size.
         density: expected share of elements that change in one step.
         seed: draws everything.
         weights: checkpoint name -> tensor to start from; ``SyntheticWorkload.initial`` when left out.
@@ -112,17 +111,16 @@ class SyntheticTrainer:
 
     def __init__(
         self,
-        shape: ModelShape,
+        deployment: Deployment,
         rank: int,
-        world: int,
         *,
         density: float,
         seed: int,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.rank = rank
-        self.workload = SyntheticWorkload(shape.tensors(), density, seed)
-        self.model = ShardedModel(shape, self.workload.initial() if weights is None else weights, world)
+        self.workload = SyntheticWorkload(deployment.tensors, density, seed)
+        self.model = ShardedModel(deployment, self.workload.initial() if weights is None else weights)
         self.steps = 0
 
     @property
@@ -136,8 +134,8 @@ class SyntheticTrainer:
         Padding rows of the vocabulary all change too, as under an optimizer; those changes never travel.
         """
         self.steps += 1
-        changes = [self.workload.change(self.steps, number) for number in range(len(self.model.metas))]
-        for maps, params in zip(self.model.maps, self.model.params, strict=True):
+        changes = [self.workload.change(self.steps, number) for number in range(len(self.workload.metas))]
+        for maps, params in zip(self.model.deployment.trainer_maps, self.model.params, strict=True):
             for name, row_map in maps.items():
                 bits = int_view(params[name])
                 bits.view(-1, row_map.width)[row_map.tensor < 0] ^= 1

@@ -15,6 +15,8 @@ from weightsync.cli.model.checkpoint import load_checkpoint
 from weightsync.cli.model.data import Batches, token_stream
 from weightsync.cli.model.optimizer import AdamW
 from weightsync.cli.model.sharded import ShardedModel
+from weightsync.reference.deployment import Deployment
+from weightsync.reference.errors import PlanMismatch
 
 MAX_NORM = 1.0
 """Gradients longer than this, over the whole model, are scaled down to it."""
@@ -33,7 +35,7 @@ class DemoTrainer:
     Args:
         checkpoint: a Hugging Face folder.
         rank: this rank; whose shards ``params`` gives.
-        world: trainer TP size.
+        deployment: who holds what; its model is the checkpoint's.
         lr: AdamW's step size.
         seed: draws the batches.
         batch: windows in a batch.
@@ -45,7 +47,7 @@ class DemoTrainer:
         self,
         checkpoint: Path,
         rank: int,
-        world: int,
+        deployment: Deployment,
         *,
         lr: float,
         seed: int,
@@ -56,7 +58,13 @@ class DemoTrainer:
         loaded = load_checkpoint(checkpoint)
         self.config = loaded.config
         self.rank = rank
-        self.model = ShardedModel(loaded.config.shape, loaded.weights, world)
+        if loaded.config.shape != deployment.model:
+            raise PlanMismatch(
+                f"{checkpoint} holds a model of {loaded.config.shape}, the deployment expects "
+                f"{deployment.model}; "
+                "build the deployment from this folder's config.json"
+            )
+        self.model = ShardedModel(deployment, loaded.weights)
         self.steps = 0
         self._optimizers = [AdamW(params, lr) for params in self.model.params]
         stream = token_stream(checkpoint, loaded.config.shape.vocab, text)

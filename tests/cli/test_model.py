@@ -16,7 +16,9 @@ from weightsync.cli.model import data, decoder, optimizer
 from weightsync.cli.model.checkpoint import INDEX, load_checkpoint, make_checkpoint, seeded_weights
 from weightsync.cli.model.config import CheckpointError, DecoderConfig, RopeScaling, read_config
 from weightsync.cli.model.trainer import DemoTrainer
+from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.members import RankId
 from weightsync.reference.model import ModelShape
 from weightsync.reference.params import read, same_bits
 
@@ -38,6 +40,13 @@ def lively(config: DecoderConfig) -> dict[str, Tensor]:
     for tensor in weights.values():
         tensor.mul_(6) if tensor.dim() > 1 else tensor.add_(torch.linspace(-0.4, 0.4, len(tensor)))
     return weights
+
+
+def trainer_of(folder: Path, rank: int, tp: int, **options: Any) -> DemoTrainer:
+    shape = read_config(folder / "config.json").shape
+    return DemoTrainer(
+        folder, rank, Deployment(shape, tp, (RolloutLayout(1, False),), 4096), seed=0, **options
+    )
 
 
 def rewrite(folder: Path, **keys: Any) -> Path:
@@ -230,7 +239,7 @@ def test_tokens_outside_of_the_vocabulary_and_short_texts_are_refused(folder: Pa
     with pytest.raises(CheckpointError, match="vocab_size"):
         data.token_stream(folder, 100)
     with pytest.raises(CheckpointError, match="3 tokens, expected more than the 64"):
-        DemoTrainer(folder, 0, 1, lr=1e-3, seed=0, text="abc")
+        trainer_of(folder, 0, 1, lr=1e-3, text="abc")
 
 
 def test_a_tokenizer_of_the_folder_is_used(folder: Path) -> None:
@@ -278,7 +287,7 @@ def test_adamw_equals_torchs_own_and_keeps_storage_and_attributes() -> None:
 def test_every_rank_takes_the_same_steps_and_padding_rows_change(kind: str, tmp_path: Path) -> None:
     config = replace(config_of(kind, tied=kind != "llama", dtype=torch.bfloat16), rope_scaling=None)
     folder = make_checkpoint(tmp_path, config, seed=0)
-    ranks = [DemoTrainer(folder, rank, 2, lr=1e-3, seed=0, batch=2, tokens=16) for rank in range(2)]
+    ranks = [trainer_of(folder, rank, 2, lr=1e-3, batch=2, tokens=16) for rank in range(2)]
     first = ranks[0].export()
     assert all(same_bits(load_checkpoint(folder).weights[name], tensor) for name, tensor in first.items())
     losses = [[rank.step() for _ in range(4)] for rank in ranks]
@@ -301,15 +310,21 @@ def test_cutting_the_model_changes_no_bit(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, unpadded, seed=0)
     exports = []
     for world in (1, 2):
-        trainer = DemoTrainer(folder, 0, world, lr=1e-3, seed=0, batch=2, tokens=16)
+        trainer = trainer_of(folder, 0, world, lr=1e-3, batch=2, tokens=16)
         losses = [trainer.step() for _ in range(3)]
         exports.append((losses, trainer.export()))
     assert exports[0][0] == exports[1][0]
     assert all(same_bits(exports[0][1][name], exports[1][1][name]) for name in exports[0][1])
 
 
+def test_a_deployment_of_another_model_is_refused(folder: Path) -> None:
+    other = Deployment(replace(SHAPE, layers=1), 2, (RolloutLayout(1, False),), 4096)
+    with pytest.raises(PlanMismatch, match=r"build the deployment from this folder's config\.json"):
+        DemoTrainer(folder, 0, other, lr=1e-3, seed=0)
+
+
 def test_live_parameters_keep_their_attributes_and_storage_over_steps(folder: Path) -> None:
-    trainer = DemoTrainer(folder, 1, 2, lr=1e-3, seed=0, batch=1, tokens=8)
+    trainer = trainer_of(folder, 1, 2, lr=1e-3, batch=1, tokens=8)
     before = {name: (read(param), param.data_ptr()) for name, param in trainer.params.items()}
     trainer.step()
     assert {name: (read(param), param.data_ptr()) for name, param in trainer.params.items()} == before
@@ -323,7 +338,7 @@ def test_another_thread_count_gives_the_same_bits(folder: Path) -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            trainer = DemoTrainer(folder, 0, 2, lr=1e-3, seed=0)
+            trainer = trainer_of(folder, 0, 2, lr=1e-3)
             trainer.step()
             assert torch.get_num_threads() == threads
             exports.append(trainer.export())
@@ -333,7 +348,7 @@ def test_another_thread_count_gives_the_same_bits(folder: Path) -> None:
 
 
 def test_the_loss_starts_where_a_uniform_guess_over_the_padded_vocabulary_is(folder: Path) -> None:
-    loss = DemoTrainer(folder, 0, 2, lr=1e-3, seed=0).step()
+    loss = trainer_of(folder, 0, 2, lr=1e-3).step()
     assert abs(loss - math.log(512)) < 0.1
 
 
@@ -359,7 +374,6 @@ def test_a_scenario_leads_to_its_trainer_and_rollout_weights(tmp_path: Path) -> 
         first = workload.first_weights(scenario, where)
         exported = trainer.export()
         assert all(same_bits(first[name], exported[name]) for name in first)
-        layout = scenario.rollouts[1]
-        fused = workload.rollout_weights(workload.model_shape(scenario), layout, 1, first)
+        fused = workload.deployment(scenario).weights(RankId("rollout", 1, 1), first)
         assert "model.layers.0.self_attn.qkv_proj.weight" in fused
         trainer.step()

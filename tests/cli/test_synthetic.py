@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload, special_bits
+from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.model import ModelShape
 from weightsync.reference.params import ParamMeta, int_view, same_bits
 
 SHAPE = ModelShape(
     vocab=5, hidden=4, intermediate=6, layers=1, heads=4, kv_heads=2, head_dim=2, tied=True, qk_norm=True
 )
+
+
+def deployment(tp: int) -> Deployment:
+    return Deployment(SHAPE, tp, (RolloutLayout(1, False),), 4096)
+
+
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
 
 
@@ -18,7 +25,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, tor
 def test_each_step_changes_exactly_the_elements_that_counts_says(
     seed: int, density: float, world: int
 ) -> None:
-    trainer = SyntheticTrainer(SHAPE, 0, world, density=density, seed=seed)
+    trainer = SyntheticTrainer(deployment(world), 0, density=density, seed=seed)
     before = trainer.export()
     for step in (1, 2):
         total = trainer.step()
@@ -30,7 +37,7 @@ def test_each_step_changes_exactly_the_elements_that_counts_says(
 
 
 def test_ranks_in_different_processes_and_different_cuts_agree() -> None:
-    trainers = [SyntheticTrainer(SHAPE, 0, world, density=0.5, seed=3) for world in (1, 2, 2)]
+    trainers = [SyntheticTrainer(deployment(world), 0, density=0.5, seed=3) for world in (1, 2, 2)]
     for _ in range(3):
         for trainer in trainers:
             trainer.step()
@@ -43,7 +50,7 @@ def test_ranks_in_different_processes_and_different_cuts_agree() -> None:
 
 
 def test_padding_rows_change_and_are_not_in_the_export() -> None:
-    trainer = SyntheticTrainer(SHAPE, 1, 2, density=0.0, seed=0)
+    trainer = SyntheticTrainer(deployment(2), 1, density=0.0, seed=0)
     before = trainer.export()
     trainer.step()
     padding = int_view(trainer.params["embedding.word_embeddings.weight"])
