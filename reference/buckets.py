@@ -1,0 +1,376 @@
+"""Buckets: a fixed-size header and a payload that holds named ranges, or a trailer. Format 1, little endian.
+
+``docs/wire.md`` draws the layout. A bucket is checked whole before anything in it is believed: sizes,
+checksum, the range table, tensor numbers and encodings. What only the receiver knows (versions, order, bounds
+of positions) is checked by ``Target.validate``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from weightsync.reference.encoding import (
+    Encoding,
+    as_bytes,
+    element_bytes,
+    padded,
+    read_section,
+    write_section,
+)
+from weightsync.reference.errors import PatchMismatch
+from weightsync.reference.params import ParamMeta
+
+FULL, DELTA, END, ABORT = "full", "delta", "end", "abort"
+KINDS = {FULL: 1, DELTA: 2, END: 3, ABORT: 4}
+"""Bucket kind -> its number in the header. END is the trailer of a success, ABORT of a failure."""
+
+MAGIC = b"WSYN"
+FORMAT = 1
+NO_BASE = 0
+"""Base version of a full update: it assumes nothing. Versions start at 1."""
+
+HEADER = struct.Struct("<4sHBBIIqqIIQ16s")
+TABLE_ENTRY = struct.Struct("<IB3sqQQ")
+TRAILER = struct.Struct("<qQQ")
+HEADER_BYTES = HEADER.size
+TABLE_ENTRY_BYTES = TABLE_ENTRY.size
+END_BYTES = HEADER_BYTES + TRAILER.size
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What the sender says about a bucket before its bytes are known.
+
+    Attributes:
+        kind: "full", "delta", "end" or "abort".
+        epoch: group epoch.
+        base: version that the receiver must hold; ``NO_BASE`` in a full update.
+        version: version that the update leads to.
+        sequence: number of the bucket within its update, from 0; the trailer has the next one.
+    """
+
+    kind: str
+    epoch: int
+    base: int
+    version: int
+    sequence: int = 0
+
+    def at(self, sequence: int) -> Heading:
+        """The same heading for another bucket of the update."""
+        return replace(self, sequence=sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The 64 bytes before every payload.
+
+    Attributes:
+        heading: kind, group epoch, base version, version, sequence.
+        ranges: entries in the range table.
+        payload_bytes: exact size of the payload that follows.
+        checksum: xxh3-128 of the payload, 16 bytes.
+        status: 0, or the sender's error number in an ABORT.
+    """
+
+    heading: Heading
+    ranges: int
+    payload_bytes: int
+    checksum: bytes
+    status: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Kind of the bucket."""
+        return self.heading.kind
+
+    def pack(self) -> bytes:
+        """The header's 64 bytes."""
+        head = self.heading
+        return HEADER.pack(
+            MAGIC, FORMAT, KINDS[head.kind], 0, self.status, head.epoch, head.base, head.version,
+            head.sequence, self.ranges, self.payload_bytes, self.checksum,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Header:
+        """The header in ``raw``.
+
+        Raises:
+            PatchMismatch: wrong length, magic, format or kind, or flags that this format does not have.
+        """
+        if len(raw) != HEADER_BYTES:
+            raise PatchMismatch(
+                f"bucket header has {len(raw)} bytes, expected {HEADER_BYTES}; reconnect the group"
+            )
+        magic, number, kind, flags, status, epoch, base, version, sequence, ranges, size, checksum = (
+            HEADER.unpack(raw)
+        )
+        if magic != MAGIC:
+            raise PatchMismatch(
+                f"bucket header starts with {magic!r}, expected {MAGIC!r}; reconnect the group"
+            )
+        if number != FORMAT or flags:
+            raise PatchMismatch(
+                f"bucket header has format {number} and flags {flags}, expected format {FORMAT} and flags 0; "
+                "use the same release on both sides"
+            )
+        names = {wire: name for name, wire in KINDS.items()}
+        if kind not in names:
+            known = ", ".join(f"{wire} ({name})" for wire, name in names.items())
+            raise PatchMismatch(
+                f"bucket has kind {kind}, expected one of {known}; use the same release on both sides"
+            )
+        return cls(Heading(names[kind], epoch, base, version, sequence), ranges, size, checksum, status)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A header and its payload, uint8 (header.payload_bytes,)."""
+
+    header: Header
+    payload: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire: header and payload."""
+        return HEADER_BYTES + self.payload.numel()
+
+    def copy(self) -> Bucket:
+        """The same bucket with a payload of its own."""
+        return Bucket(self.header, self.payload.clone())
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSpec:
+    """One tensor's place in one bucket.
+
+    Attributes:
+        tensor: number of the tensor in the plan.
+        encoding: how its positions travel.
+        base: DENSE: flat position of the first element; INT32: what every position is relative to.
+        count: number of elements.
+        first: INT32: ordinal of the first element among the changed elements of its piece; not on the wire,
+            so 0 once unpacked.
+    """
+
+    tensor: int
+    encoding: Encoding
+    base: int
+    count: int
+    first: int = 0
+
+    def section_bytes(self, itemsize: int) -> int:
+        """Bytes of its section, without padding."""
+        return self.count * element_bytes(self.encoding, itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """The ranges of one bucket, as the plan cuts them.
+
+    Attributes:
+        ranges: in wire order.
+        nbytes: bytes on the wire, header included.
+    """
+
+    ranges: tuple[RangeSpec, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, ranges: Sequence[RangeSpec], tensors: Sequence[ParamMeta]) -> BucketSpec:
+        """The spec with its size."""
+        sections = sum(padded(one.section_bytes(tensors[one.tensor].itemsize)) for one in ranges)
+        return cls(tuple(ranges), HEADER_BYTES + TABLE_ENTRY_BYTES * len(ranges) + sections)
+
+
+class Range(NamedTuple):
+    """One unpacked range.
+
+    Attributes:
+        spec: its entry in the table.
+        positions: int32 (count,) relative to ``spec.base``, or None for DENSE.
+        bits: integer view (count,) of the values.
+    """
+
+    spec: RangeSpec
+    positions: Tensor | None
+    bits: Tensor
+
+
+class End(NamedTuple):
+    """The trailer of a successful update.
+
+    Attributes:
+        digest: digest of the state that the update leads to, signed int64.
+        buckets: buckets sent before the trailer.
+        nbytes: their bytes, headers included.
+    """
+
+    digest: int
+    buckets: int
+    nbytes: int
+
+
+def pack_bucket(heading: Heading, ranges: Sequence[Range], tensors: Sequence[ParamMeta]) -> Bucket:
+    """One bucket in new memory; ``ranges`` may be overwritten once this returns.
+
+    Args:
+        heading: of kind "full" or "delta".
+        ranges: in wire order; ``bits`` are integer views of the tensors' item sizes.
+        tensors: the plan's checkpoint tensors.
+    """
+    table = TABLE_ENTRY_BYTES * len(ranges)
+    sizes = [one.spec.section_bytes(tensors[one.spec.tensor].itemsize) for one in ranges]
+    payload = torch.zeros(table + sum(map(padded, sizes)), dtype=torch.uint8)
+    entries = bytearray()
+    offset = table
+    for (spec, positions, bits), size in zip(ranges, sizes, strict=True):
+        write_section(payload[offset : offset + size], positions, bits)
+        entries += TABLE_ENTRY.pack(spec.tensor, spec.encoding, bytes(3), spec.base, spec.count, size)
+        offset += padded(size)
+    if entries:
+        payload[:table] = torch.frombuffer(entries, dtype=torch.uint8)
+    return _seal(heading, len(ranges), payload)
+
+
+def end_bucket(heading: Heading, digest: int, buckets: int, nbytes: int) -> Bucket:
+    """The trailer of a success, for the update that ``heading`` belongs to."""
+    return _seal(replace(heading, kind=END), 0, _tensor(TRAILER.pack(digest, buckets, nbytes)))
+
+
+def abort_bucket(heading: Heading, reason: str, status: int = 1) -> Bucket:
+    """The trailer of a failure: receivers roll back. ``reason`` travels as UTF-8."""
+    return _seal(replace(heading, kind=ABORT), 0, _tensor(reason.encode()), status)
+
+
+def check_payload(bucket: Bucket) -> None:
+    """Refuse a payload that is not the one its header announces.
+
+    Raises:
+        PatchMismatch: dtype, size or checksum differ.
+    """
+    header, payload = bucket.header, bucket.payload
+    name = f"bucket {header.heading.sequence} of version {header.heading.version}"
+    if payload.dtype != torch.uint8 or payload.numel() != header.payload_bytes:
+        raise PatchMismatch(
+            f"{name} carries {payload.numel()} elements of {payload.dtype}, expected {header.payload_bytes} "
+            "bytes of torch.uint8; send exactly what the header announces"
+        )
+    found = _checksum(payload)
+    if found != header.checksum:
+        raise PatchMismatch(
+            f"{name} has payload checksum {found.hex()}, expected {header.checksum.hex()}; send the update "
+            "again"
+        )
+
+
+def unpack(bucket: Bucket, tensors: Sequence[ParamMeta]) -> list[Range]:
+    """The ranges of a "full" or "delta" bucket, in its payload's memory; everything checked but the
+    positions.
+
+    Raises:
+        PatchMismatch: payload, table, tensor number, encoding, size or dense bounds do not fit.
+    """
+    check_payload(bucket)
+    header, payload = bucket.header, bucket.payload
+    if header.kind not in (FULL, DELTA):
+        raise PatchMismatch(
+            f"bucket of kind {header.kind!r} has no ranges, expected 'full' or 'delta'; read its trailer"
+        )
+    offset = TABLE_ENTRY_BYTES * header.ranges
+    if offset > payload.numel():
+        raise PatchMismatch(
+            f"range table of {header.ranges} entries needs {offset} bytes, found {payload.numel()}; "
+            "send exactly what the header announces"
+        )
+    table = bytes(payload[:offset].numpy())
+    found: list[Range] = []
+    for tensor, number, filler, base, count, size in TABLE_ENTRY.iter_unpack(table):
+        if tensor >= len(tensors):
+            raise PatchMismatch(
+                f"range names tensor {tensor}, expected 0 to {len(tensors) - 1}; compare the plans' "
+                "fingerprints"
+            )
+        meta = tensors[tensor]
+        spec = RangeSpec(tensor, Encoding.of(number, meta.name), base, count)
+        _check_range(spec, meta, size, filler, header.kind)
+        if offset + padded(size) > payload.numel():
+            raise PatchMismatch(
+                f"range of {meta.name!r} ends at payload byte {offset + padded(size)}, expected at most "
+                f"{payload.numel()}; send exactly what the header announces"
+            )
+        found.append(
+            Range(spec, *read_section(payload[offset : offset + size], spec.encoding, count, meta.dtype))
+        )
+        offset += padded(size)
+    if offset != payload.numel():
+        raise PatchMismatch(
+            f"payload has {payload.numel()} bytes, its ranges account for {offset}; "
+            "list every section in the range table"
+        )
+    return found
+
+
+def read_end(bucket: Bucket) -> End:
+    """The trailer in a bucket of kind "end"; PatchMismatch when it is damaged or of another kind."""
+    _check_trailer(bucket, END)
+    if bucket.payload.numel() != TRAILER.size:
+        raise PatchMismatch(
+            f"end trailer has {bucket.payload.numel()} bytes, expected {TRAILER.size}; "
+            "use the same release on both sides"
+        )
+    return End(*TRAILER.unpack(bytes(bucket.payload.numpy())))
+
+
+def read_abort(bucket: Bucket) -> str:
+    """The sender's reason in a bucket of kind "abort"; PatchMismatch when it is damaged or of another
+    kind.
+    """
+    _check_trailer(bucket, ABORT)
+    return bytes(bucket.payload.numpy()).decode(errors="replace")
+
+
+def _check_range(spec: RangeSpec, meta: ParamMeta, size: int, filler: bytes, kind: str) -> None:
+    expected = spec.section_bytes(meta.itemsize)
+    if size != expected or filler != bytes(3):
+        raise PatchMismatch(
+            f"range of {meta.name!r} announces {size} bytes for {spec.count} elements of {meta.dtype} as "
+            f"{spec.encoding.name}, expected {expected}; compare the dtype on both sides"
+        )
+    if spec.count < 1 or spec.base < 0 or spec.base + spec.count > meta.numel:
+        raise PatchMismatch(
+            f"range of {meta.name!r} names {spec.count} elements from position {spec.base}, expected at "
+            f"least one and none beyond {meta.numel - 1}; compare the shape on both sides"
+        )
+    if kind == FULL and spec.encoding is not Encoding.DENSE:
+        raise PatchMismatch(
+            f"range of {meta.name!r} in a full update is {spec.encoding.name}, expected DENSE; send it whole"
+        )
+
+
+def _check_trailer(bucket: Bucket, kind: str) -> None:
+    if bucket.header.kind != kind or bucket.header.ranges:
+        raise PatchMismatch(
+            f"bucket of kind {bucket.header.kind!r} with {bucket.header.ranges} ranges is no trailer, "
+            f"expected kind {kind!r} without ranges; unpack it instead"
+        )
+    check_payload(bucket)
+
+
+def _seal(heading: Heading, ranges: int, payload: Tensor, status: int = 0) -> Bucket:
+    return Bucket(Header(heading, ranges, payload.numel(), _checksum(payload), status), payload)
+
+
+def _checksum(payload: Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(as_bytes(payload).cpu().numpy())
+
+
+def _tensor(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)

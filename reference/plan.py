@@ -1,0 +1,240 @@
+"""TransferPlan: what an update moves, in which order and in which cuts. Pure data and pure functions.
+
+It is made of metadata alone and is equal on every rank. The cuts of a sparse update are a function of the
+counts that all ranks exchanged; nothing here waits, and nothing reads a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import xxhash
+
+from weightsync.reference.buckets import (
+    END_BYTES,
+    HEADER_BYTES,
+    TABLE_ENTRY_BYTES,
+    BucketSpec,
+    RangeSpec,
+)
+from weightsync.reference.digest import dtype_name, wrap
+from weightsync.reference.encoding import ALIGNMENT, Encoding, cheapest, element_bytes, padded
+from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.params import ParamMeta
+from weightsync.reference.pieces import OwnedRows, Piece, cut_pieces, owned_rows, told
+from weightsync.reference.rowmap import RowMap
+
+__all__ = ["BucketSpec", "GatherGroup", "OwnedRows", "Piece", "RangeSpec", "TransferPlan"]
+
+PIECE_ELEMENTS = 1 << 31
+"""From this many elements on, positions do not fit int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherGroup:
+    """Whole pieces that are gathered together and fill buckets of their own.
+
+    Attributes:
+        pieces: numbers of the pieces, in wire order.
+        dense: per piece, whether all its elements travel.
+        buckets: how the gathered bytes are cut; no bucket mixes two groups.
+    """
+
+    pieces: tuple[int, ...]
+    dense: tuple[bool, ...]
+    buckets: tuple[BucketSpec, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """The plan of every update between one trainer and its rollouts.
+
+    ``counts`` below are changed elements per piece, over all ranks; ``None`` stands for a full update.
+
+    Attributes:
+        tensors: the checkpoint tensors in wire order; a tensor's number is its index here.
+        maps: [trainer rank][row], the rank's map of each runtime parameter, in one order on all ranks.
+        bucket_bytes: largest bucket on the wire, header included; only a single element may exceed it.
+        piece_elements: from this many elements on, a tensor is cut into pieces.
+
+    Raises:
+        PlanMismatch: ranks list other parameters, or a checkpoint element is not told exactly once.
+    """
+
+    tensors: tuple[ParamMeta, ...]
+    maps: tuple[tuple[RowMap, ...], ...]
+    bucket_bytes: int
+    piece_elements: int = PIECE_ELEMENTS
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise PlanMismatch(f"bucket_bytes is {self.bucket_bytes}, expected at least 1; raise it")
+        for rank, rows in enumerate(self.maps):
+            names = [(row.name, row.outputs) for row in rows]
+            if names != [(row.name, row.outputs) for row in self.maps[0]]:
+                raise PlanMismatch(
+                    f"trainer rank {rank} lists other parameters or outputs than rank 0, expected one order "
+                    "on all ranks; build the maps from one layout table"
+                )
+        self._check_told()
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces in wire order."""
+        return tuple(
+            piece
+            for number, meta in enumerate(self.tensors)
+            for piece in cut_pieces(number, meta, self.piece_elements)
+        )
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Signed xxh3-64 over names, dtypes and shapes, in order; equal where both sides mean the same
+        tensors.
+        """
+        lines = (f"{m.name}\0{dtype_name(m.dtype)}\0{','.join(map(str, m.shape))}\n" for m in self.tensors)
+        return wrap(xxhash.xxh3_64_intdigest("".join(lines).encode()))
+
+    @property
+    def row_outputs(self) -> tuple[tuple[int, ...], ...]:
+        """Per row, the numbers of the checkpoint tensors that it feeds."""
+        return tuple(row.outputs for row in self.maps[0]) if self.maps else ()
+
+    def tensor_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Changed elements per checkpoint tensor, from those per piece."""
+        totals = [0] * len(self.tensors)
+        for piece, count in zip(self.pieces, counts, strict=True):
+            totals[piece.tensor] += count
+        return tuple(totals)
+
+    def groups(self, counts: Sequence[int] | None) -> tuple[GatherGroup, ...]:
+        """The gather groups of an update, in order; pieces without a change are left out.
+
+        A piece travels dense in a full update, and where that takes no more bytes. A group is closed before
+        it exceeds ``bucket_bytes``; a piece that exceeds it alone is a group of several buckets.
+        """
+        groups: list[GatherGroup] = []
+        waiting: list[RangeSpec] = []
+        numbers: list[int] = []
+        filled = HEADER_BYTES
+        for number, one in self._ranges(counts):
+            size = TABLE_ENTRY_BYTES + padded(one.section_bytes(self.tensors[one.tensor].itemsize))
+            if waiting and filled + size > self.bucket_bytes:
+                groups.append(self._close(numbers, waiting))
+                numbers, waiting, filled = [], [], HEADER_BYTES
+            numbers.append(number)
+            waiting.append(one)
+            filled += size
+        if waiting:
+            groups.append(self._close(numbers, waiting))
+        return tuple(groups)
+
+    def part_bytes(self, group: GatherGroup, rank: int, rank_counts: Sequence[int]) -> int:
+        """Exact bytes that trainer ``rank`` brings to the gather of ``group``.
+
+        ``rank_counts`` are its own changed elements per piece; they play no part for dense pieces.
+        """
+        total = 0
+        for number, dense in zip(group.pieces, group.dense, strict=True):
+            itemsize = self.tensors[self.pieces[number].tensor].itemsize
+            count = self.owned(rank, number) if dense else rank_counts[number]
+            total += padded(count * element_bytes(Encoding.DENSE if dense else Encoding.INT32, itemsize))
+        return total
+
+    def update_bytes(self, counts: Sequence[int] | None) -> int:
+        """Bytes on the wire of a whole update: its buckets, headers included, and the END trailer."""
+        return END_BYTES + sum(bucket.nbytes for group in self.groups(counts) for bucket in group.buckets)
+
+    def owned(self, rank: int, piece: int) -> int:
+        """Elements of a piece that trainer ``rank`` speaks for."""
+        return self._owned[rank][piece]
+
+    def owned_rows(self, rank: int, piece: int) -> tuple[OwnedRows, ...]:
+        """Where trainer ``rank`` holds its elements of a piece: one entry per runtime parameter that feeds
+        it.
+        """
+        window = self.pieces[piece]
+        found = (
+            owned_rows(self.maps[rank][row], output, window) for row, output in self._feeds[window.tensor]
+        )
+        return tuple(rows for rows in found if rows is not None)
+
+    @cached_property
+    def _owned(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(
+                sum(rows.numel for rows in self.owned_rows(rank, piece)) for piece in range(len(self.pieces))
+            )
+            for rank in range(len(self.maps))
+        )
+
+    @cached_property
+    def _feeds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per tensor, (row, output of that row's map) of each runtime parameter that feeds it."""
+        feeds: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
+        for row, outputs in enumerate(self.row_outputs):
+            for output, number in enumerate(outputs):
+                feeds[number].append((row, output))
+        return tuple(map(tuple, feeds))
+
+    def _check_told(self) -> None:
+        for number, meta in enumerate(self.tensors):
+            counts = [
+                told(rows[row], output, meta) for rows in self.maps for row, output in self._feeds[number]
+            ]
+            total = torch.stack(counts).sum(0) if counts else torch.zeros(1, dtype=torch.int64)
+            width = meta.numel // total.numel() if total.numel() else 0
+            wrong = (total != width).nonzero()
+            if wrong.numel():
+                row = int(wrong[0])
+                raise PlanMismatch(
+                    f"row {row} of checkpoint tensor {meta.name!r} has {int(total[row])} elements told by "
+                    f"the trainer's ranks, expected {width}; correct the layout table or the attributes"
+                )
+
+    def _ranges(self, counts: Sequence[int] | None) -> Iterator[tuple[int, RangeSpec]]:
+        if counts is not None and len(counts) != len(self.pieces):
+            raise PlanMismatch(
+                f"{len(counts)} counts were given, expected {len(self.pieces)}, one per piece of the plan; "
+                "exchange the counts of one plan"
+            )
+        for number, piece in enumerate(self.pieces):
+            count = piece.count if counts is None else counts[number]
+            if not 0 <= count <= piece.count:
+                raise PlanMismatch(
+                    f"tensor {self.tensors[piece.tensor].name!r} has {count} changed elements from position "
+                    f"{piece.base}, expected 0 to {piece.count}; exchange the counts of one plan"
+                )
+            if count == 0:
+                continue
+            itemsize = self.tensors[piece.tensor].itemsize
+            encoding = Encoding.DENSE if counts is None else cheapest(count, piece.count, itemsize)
+            length = piece.count if encoding is Encoding.DENSE else count
+            yield number, RangeSpec(piece.tensor, encoding, piece.base, length)
+
+    def _close(self, numbers: Sequence[int], ranges: Sequence[RangeSpec]) -> GatherGroup:
+        dense = tuple(one.encoding is Encoding.DENSE for one in ranges)
+        buckets: list[BucketSpec] = []
+        filling: list[RangeSpec] = []
+        used = HEADER_BYTES
+        for one in ranges:
+            size = element_bytes(one.encoding, self.tensors[one.tensor].itemsize)
+            done = 0
+            while done < one.count:
+                room = max(0, self.bucket_bytes - used - TABLE_ENTRY_BYTES) // ALIGNMENT * ALIGNMENT
+                count = min(room // size, one.count - done)
+                if count == 0 and filling:
+                    buckets.append(BucketSpec.of(filling, self.tensors))
+                    filling, used = [], HEADER_BYTES
+                    continue
+                count = max(count, 1)
+                sparse = one.encoding is not Encoding.DENSE
+                base, first = (one.base, done) if sparse else (one.base + done, 0)
+                filling.append(RangeSpec(one.tensor, one.encoding, base, count, first))
+                used += TABLE_ENTRY_BYTES + padded(count * size)
+                done += count
+        buckets.append(BucketSpec.of(filling, self.tensors))
+        return GatherGroup(tuple(numbers), dense, tuple(buckets))

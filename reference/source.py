@@ -1,0 +1,304 @@
+"""A trainer rank's bytes: from live parameters to buckets, one step a verb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
+from weightsync.reference.delta import changed
+from weightsync.reference.digest import combine, digest_sum, key, owned_digest
+from weightsync.reference.encoding import as_bytes, padded, write_section
+from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.joining import Joined, join_parts
+from weightsync.reference.params import int_view
+from weightsync.reference.plan import GatherGroup, TransferPlan
+from weightsync.reference.rowmap import RowMap
+from weightsync.reference.snapshot import SnapshotSlots
+from weightsync.reference.steps import Step, Touched
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A whole snapshot: its slot, and the bytes that were copied."""
+
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Changes:
+    """What one rank tells of the difference between two slots, in checkpoint coordinates.
+
+    Attributes:
+        slot: the slot with the new bits.
+        base: the slot compared with; None when nothing was, and every owned element counts as changed.
+        counts: changed elements per piece of the plan, owned by this rank.
+        patches: piece number -> positions relative to the piece's base, int32 (n,) ascending, and the new
+        bits.
+        nbytes: bytes of the patches.
+        digest_change: what the rank's share of the digest changes by, from ``base`` to ``slot``.
+    """
+
+    slot: int
+    base: int | None
+    counts: tuple[int, ...]
+    patches: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    nbytes: int = 0
+    digest_change: int = 0
+
+    @property
+    def nnz(self) -> int:
+        """Changed elements of this rank."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """One rank's share of a gather group: uint8 (nbytes,), new memory."""
+
+    payload: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it brings to the gather."""
+        return self.payload.numel()
+
+
+class Source:
+    """The bytes of one trainer rank.
+
+    Args:
+        plan: equal on every rank.
+        rank: this rank, an index into ``plan.maps``.
+        params: live parameters by runtime name; looked up anew at every snapshot.
+
+    Raises:
+        PlanMismatch: a planned parameter is missing, or has another shape than its map.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int, params: Mapping[str, Tensor]) -> None:
+        if not 0 <= rank < len(plan.maps):
+            raise PlanMismatch(f"trainer rank {rank} is not in the plan, expected 0 to {len(plan.maps) - 1}")
+        self.plan = plan
+        self.rank = rank
+        self.params = params
+        self._maps = plan.maps[rank]
+        for row_map in self._maps:
+            _check_param(row_map, params)
+        self._slots = SnapshotSlots({row_map.name: row_map.dtype for row_map in self._maps})
+        self._digests: dict[int, int] = {}
+        self._changes: dict[int, Changes] = {}
+        self._joined: tuple[GatherGroup, tuple[Tensor, ...], Joined] | None = None
+
+    def snapshot(self, slot: int) -> Step[Held]:
+        """A copy of the live parameters in ``slot``, bit-exact unless the plan casts, attributes carried.
+
+        The caller may mutate the parameters once the step is done. See ``SnapshotSlots.write``.
+        """
+        self._digests.pop(slot, None)
+        self._changes = {s: c for s, c in self._changes.items() if slot not in (s, c.base)}
+        nbytes = yield from self._slots.write(slot, self.params)
+        return Held(slot, nbytes)
+
+    def held(self, slot: int) -> Mapping[str, Tensor]:
+        """The tensors of a whole snapshot, by runtime name; the source keeps owning them."""
+        return self._slots.tensors(slot)
+
+    def diff(self, slot: int, base: int | None) -> Step[Changes]:
+        """This rank's changes from ``base`` to ``slot``; nothing is advanced. The handle owns its memory.
+
+        Raises:
+            StaleVersion: a slot holds no whole snapshot.
+        """
+        new = self._slots.tensors(slot)
+        total = sum(tensor.nbytes for tensor in new.values())
+        if base is None:
+            yield Touched(0, reads=(f"slot{slot}",))
+            owned = tuple(self.plan.owned(self.rank, number) for number in range(len(self.plan.pieces)))
+            return Changes(slot, None, owned)
+        old = self._slots.tensors(base)
+        found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        half = len(self._maps) // 2
+        for row_map in self._maps[:half]:
+            _collect(row_map, new[row_map.name], old[row_map.name], found)
+        yield Touched(2 * total, reads=(f"slot{slot}", f"slot{base}"))
+        for row_map in self._maps[half:]:
+            _collect(row_map, new[row_map.name], old[row_map.name], found)
+        changes = self._in_pieces(slot, base, found)
+        self._changes[slot] = changes
+        return changes
+
+    def digest(self, slot: int) -> Step[int]:
+        """This rank's share of the digest of ``slot``; O(changed) when that of the diffed base is known."""
+        tensors = self._slots.tensors(slot)
+        reads = (f"slot{slot}",)
+        if slot not in self._digests:
+            changes = self._changes.get(slot)
+            if changes is not None and changes.base in self._digests:
+                yield Touched(0, reads)
+                self._digests[slot] = combine([self._digests[changes.base], changes.digest_change])
+                return self._digests[slot]
+            half = len(self._maps) // 2
+            shares = [self._share(row_map, tensors) for row_map in self._maps[:half]]
+            yield Touched(sum(tensor.nbytes for tensor in tensors.values()), reads)
+            shares += [self._share(row_map, tensors) for row_map in self._maps[half:]]
+            self._digests[slot] = combine(shares)
+        else:
+            yield Touched(0, reads)
+        return self._digests[slot]
+
+    def part(self, slot: int, changes: Changes | None, group: GatherGroup) -> Step[Part]:
+        """What this rank brings to the gather of ``group``: per piece a section, padded; new memory.
+
+        Args:
+            slot: the snapshot that dense pieces are read from.
+            changes: this rank's changes of ``slot``; None when the whole group is dense.
+            group: one of the plan's groups of this update's counts.
+        """
+        if changes is not None and changes.slot != slot:
+            raise PlanMismatch(f"changes are of slot {changes.slot}, expected slot {slot}; diff that slot")
+        tensors = self._slots.tensors(slot)
+        counts = (0,) * len(self.plan.pieces) if changes is None else changes.counts
+        payload = torch.zeros(self.plan.part_bytes(group, self.rank, counts), dtype=torch.uint8)
+        jobs: list[Callable[[], None]] = []
+        offset = 0
+        for number, dense in zip(group.pieces, group.dense, strict=True):
+            if dense:
+                for rows in self.plan.owned_rows(self.rank, number):
+                    size = rows.numel * self._itemsize(number)
+                    jobs.append(_reader(rows.read, tensors[rows.param], payload[offset : offset + size]))
+                    offset += size
+            elif counts[number]:
+                if changes is None or number not in changes.patches:
+                    raise PlanMismatch(
+                        "changes hold no patch for a sparse piece, expected one; diff against a base"
+                    )
+                positions, bits = changes.patches[number]
+                size = positions.nbytes + bits.nbytes
+                jobs.append(_writer(payload[offset : offset + size], positions, bits))
+                offset += size
+            offset = padded(offset)
+        half = len(jobs) // 2
+        for job in jobs[:half]:
+            job()
+        yield Touched(payload.numel(), reads=(f"slot{slot}",))
+        for job in jobs[half:]:
+            job()
+        return Part(payload)
+
+    def encode(
+        self,
+        parts: Sequence[Part | Tensor],
+        group: GatherGroup,
+        spec: BucketSpec,
+        matrix: Sequence[Sequence[int]],
+        heading: Heading,
+    ) -> Step[Bucket]:
+        """One bucket of a group, from all ranks' parts, in canonical order; new memory. Sender.
+
+        Args:
+            parts: one per trainer rank; not to be overwritten until the group's last bucket is encoded.
+            group: the group that was gathered.
+            spec: one of its buckets.
+            matrix: [rank][piece], the counts that all ranks exchanged.
+            heading: kind, versions, epoch and sequence of the bucket.
+        """
+        payloads = tuple(part.payload if isinstance(part, Part) else part for part in parts)
+        known = self._joined
+        if known is None or known[0] is not group or not _same_objects(known[1], payloads):
+            known = (group, payloads, join_parts(self.plan, group, payloads, matrix))
+            self._joined = known
+        yield Touched(spec.nbytes)
+        bucket = pack_bucket(heading, [known[2].cut(one) for one in spec.ranges], self.plan.tensors)
+        if spec is group.buckets[-1]:
+            self._joined = None
+        return bucket
+
+    def same_digest(self, found: int, expected: int) -> bool:
+        """True when two digests are equal."""
+        return found == expected
+
+    def _share(self, row_map: RowMap, tensors: Mapping[str, Tensor]) -> int:
+        return owned_digest(row_map, self.plan.tensors, tensors[row_map.name])
+
+    def _itemsize(self, piece: int) -> int:
+        return self.plan.tensors[self.plan.pieces[piece].tensor].itemsize
+
+    def _in_pieces(
+        self, slot: int, base: int, found: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]
+    ) -> Changes:
+        counts = [0] * len(self.plan.pieces)
+        patches: dict[int, tuple[Tensor, Tensor]] = {}
+        shifts: list[int] = []
+        merged = {tensor: _merge(several) for tensor, several in found.items()}
+        for tensor, (flat, new, old) in merged.items():
+            tensor_key = key(self.plan.tensors[tensor])
+            shifts += [digest_sum(tensor_key, flat, new), -digest_sum(tensor_key, flat, old)]
+        for number, piece in enumerate(self.plan.pieces):
+            if piece.tensor in merged:
+                flat, new, _ = merged[piece.tensor]
+                low, high = torch.searchsorted(
+                    flat, torch.tensor([piece.base, piece.base + piece.count])
+                ).tolist()
+                if high > low:
+                    counts[number] = high - low
+                    patches[number] = ((flat[low:high] - piece.base).to(torch.int32), new[low:high])
+        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits in patches.values())
+        return Changes(slot, base, tuple(counts), patches, nbytes, combine(shifts))
+
+
+def _collect(
+    row_map: RowMap, new: Tensor, old: Tensor, found: dict[int, list[tuple[Tensor, Tensor, Tensor]]]
+) -> None:
+    """Add, per checkpoint tensor, flat positions, new bits and old bits of what differs and is owned."""
+    local = changed(new, old)
+    if local.numel() == 0:
+        return
+    output, flat = row_map.to_checkpoint(local)
+    new_bits, old_bits = int_view(new), int_view(old)
+    for index, number in enumerate(row_map.outputs):
+        chosen = (output == index).nonzero().reshape(-1)
+        if chosen.numel():
+            at = local[chosen]
+            found.setdefault(number, []).append((flat[chosen], new_bits[at], old_bits[at]))
+
+
+def _merge(several: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    flat, new, old = (torch.cat(column) for column in zip(*several, strict=True))
+    if flat.numel() > 1 and not bool((flat[1:] > flat[:-1]).all()):
+        flat, order = flat.sort()
+        new, old = new[order], old[order]
+    return flat, new, old
+
+
+def _reader(read: Callable[[Tensor], Tensor], tensor: Tensor, out: Tensor) -> Callable[[], None]:
+    def job() -> None:
+        out.copy_(as_bytes(read(int_view(tensor))))
+
+    return job
+
+
+def _writer(out: Tensor, positions: Tensor, bits: Tensor) -> Callable[[], None]:
+    return lambda: write_section(out, positions, bits)
+
+
+def _same_objects(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _check_param(row_map: RowMap, params: Mapping[str, Tensor]) -> None:
+    if row_map.name not in params:
+        raise PlanMismatch(
+            f"parameter {row_map.name!r} is not among the live parameters, expected every planned one; "
+            "pass it or take it out of the layout table"
+        )
+    shape = tuple(params[row_map.name].shape)
+    if shape != row_map.local_shape:
+        raise PlanMismatch(
+            f"parameter {row_map.name!r} has local shape {list(shape)}, its map expects "
+            f"{list(row_map.local_shape)}; build the map from the live parameter's attributes"
+        )

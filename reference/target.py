@@ -1,0 +1,284 @@
+"""A rollout rank's bytes: from buckets to weights in place, one step a verb."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range, read_abort, read_end, unpack
+from weightsync.reference.delta import Cells, UndoLog
+from weightsync.reference.digest import combine, owned_digest
+from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.params import ParamMeta, int_view
+from weightsync.reference.progress import Progress
+from weightsync.reference.rowmap import RowMap
+from weightsync.reference.steps import Step, Touched
+
+WEIGHTS = "weights"
+
+
+@dataclass(eq=False, slots=True)
+class Decoded:
+    """A bucket, taken apart; the ranges share its payload's memory, which must outlive the apply.
+
+    Attributes:
+        header: its header.
+        nbytes: bytes on the wire.
+        ranges: its ranges, none in a trailer.
+        end: the trailer of a success, or None.
+        aborted: the sender's reason in the trailer of a failure, or None.
+        validated: True once ``Target.validate`` let it pass.
+    """
+
+    header: Header
+    nbytes: int
+    ranges: tuple[Range, ...] = ()
+    end: End | None = None
+    aborted: str | None = None
+    validated: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Kind of the bucket."""
+        return self.header.kind
+
+    @property
+    def nnz(self) -> int:
+        """Elements that its ranges name."""
+        return sum(one.spec.count for one in self.ranges)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Holder:
+    """One storage of this rank that holds some of one checkpoint tensor.
+
+    Attributes:
+        name: runtime name.
+        row_map: its map.
+        output: index of the checkpoint tensor in the map's outputs.
+        weight: the live tensor, written in place.
+    """
+
+    name: str
+    row_map: RowMap
+    output: int
+    weight: Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Write:
+    cells: Cells
+    index: Tensor
+    values: Tensor
+
+    def do(self, taken: slice) -> None:
+        self.cells.write(self.index[taken], self.values[taken])
+
+
+class Target:
+    """The bytes of one rollout rank.
+
+    Args:
+        tensors: the plan's checkpoint tensors, in wire order.
+        maps: runtime name -> its map.
+        weights: runtime name -> live tensor, of any strides; written in place, never replaced.
+        aliases: tied runtime name -> the name it is tied to. Tied names that share storage are written once;
+            one with a storage of its own is written as well, and counts in the digest when it differs.
+
+    Raises:
+        PlanMismatch: a weight is missing, has another dtype or shape than its map, or an alias is tied to
+        nothing.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[ParamMeta],
+        maps: Mapping[str, RowMap],
+        weights: Mapping[str, Tensor],
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.weights = dict(weights)
+        self._holders: dict[int, list[Holder]] = {}
+        self._digested: list[tuple[RowMap, Tensor]] = []
+        self._copies: list[tuple[RowMap, Tensor, Tensor]] = []
+        self._log = UndoLog()
+        self._progress = Progress(self.tensors)
+        aliases = dict(aliases or {})
+        seen: set[tuple[int, int]] = set()
+        for name, row_map in maps.items():
+            if name not in aliases:
+                self._digested.append((row_map, self._hold(name, row_map, seen)))
+        for name, tied_to in aliases.items():
+            if tied_to not in maps:
+                raise PlanMismatch(
+                    f"weight {name!r} is tied to {tied_to!r}, which has no map, expected one of the mapped "
+                    "names; correct the alias table"
+                )
+            if name in self.weights and _storage(self.weights[name]) not in seen:
+                row_map = maps.get(name, maps[tied_to])
+                self._copies.append((row_map, self._hold(name, row_map, seen), self.weights[tied_to]))
+        self.unsent = tuple(name for name in self.weights if name not in maps and name not in aliases)
+        """Names of weights that no update reaches."""
+
+    def decode(self, bucket: Bucket) -> Step[Decoded]:
+        """The bucket taken apart: checksum proved, table, sizes and encodings checked; nothing is written.
+
+        Raises:
+            PatchMismatch: the bucket is damaged, or names what the plan does not have.
+        """
+        yield Touched(bucket.nbytes)
+        if bucket.header.kind == END:
+            return Decoded(bucket.header, bucket.nbytes, end=read_end(bucket))
+        if bucket.header.kind == ABORT:
+            return Decoded(bucket.header, bucket.nbytes, aborted=read_abort(bucket))
+        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.tensors)))
+
+    def validate(self, decoded: Decoded, *, version: int, base: int, epoch: int, sequence: int) -> Step[None]:
+        """Return if the bucket is the expected next one and everything in it fits; nothing is written.
+
+        Validating the latest bucket again is allowed; a bucket of sequence 0 begins a new update.
+
+        Args:
+            decoded: what ``decode`` gave.
+            version: the version being received.
+            base: the version held, or 0 (NO_BASE) for a full update.
+            epoch: the group epoch.
+            sequence: buckets validated before it in this update.
+
+        Raises:
+            StaleVersion: another version or base version.
+            PatchMismatch: anything else that does not fit, named.
+        """
+        yield Touched(decoded.nbytes)
+        self._progress.advance(
+            decoded.header,
+            decoded.ranges,
+            decoded.end,
+            version=version,
+            base=base,
+            epoch=epoch,
+            sequence=sequence,
+        )
+        decoded.validated = True
+
+    def apply(self, decoded: Decoded, undo: bool) -> Step[int]:
+        """Write this rank's elements of a validated bucket in place; returns the bytes written, O(changed).
+
+        With ``undo`` the old bits are kept before the first write, until ``commit``; a step abandoned at its
+        pause can be rolled back. Applying the same bucket again is harmless.
+
+        Raises:
+            PlanMismatch: the bucket was not validated; nothing was written.
+        """
+        if not decoded.validated:
+            raise PlanMismatch("bucket was not validated, expected that before any write; validate it first")
+        writes = [write for one in decoded.ranges for write in self._writes(one)]
+        if undo:
+            for write in writes:
+                self._log.record(write.cells, write.index)
+        nbytes = sum(write.values.nbytes for write in writes)
+        for write in writes:
+            write.do(slice(0, write.index.numel() // 2))
+        yield Touched(nbytes, writes=(WEIGHTS,))
+        for write in writes:
+            write.do(slice(write.index.numel() // 2, None))
+        return nbytes
+
+    def rollback(self) -> Step[int]:
+        """Every old bit back where an uncommitted apply overwrote it; returns the bytes written.
+        Repeatable.
+        """
+        self._progress.reset()
+        nbytes = yield from self._log.steps()
+        self._log.clear()
+        return nbytes
+
+    def commit(self) -> Step[None]:
+        """Drop the undo log: what is applied stays. Repeatable."""
+        yield Touched(0)
+        self._progress.reset()
+        self._log.clear()
+
+    def digest(self) -> Step[int]:
+        """This rank's share of the digest: the rows it owns, read now, in checkpoint coordinates."""
+        half = len(self._digested) // 2
+        shares = [owned_digest(row_map, self.tensors, weight) for row_map, weight in self._digested[:half]]
+        total = sum(weight.nbytes for _, weight in self._digested)
+        yield Touched(total, reads=(WEIGHTS,))
+        shares += [owned_digest(row_map, self.tensors, weight) for row_map, weight in self._digested[half:]]
+        for row_map, copy, tied_to in self._copies:
+            differs = owned_digest(row_map, self.tensors, copy) - owned_digest(row_map, self.tensors, tied_to)
+            shares.append(3 * differs)
+        return combine(shares)
+
+    def same_digest(self, found: int, expected: int) -> bool:
+        """True when two digests are equal."""
+        return found == expected
+
+    def snapshot_bits(self) -> dict[str, Tensor]:
+        """A copy of every weight's bits as a flat integer tensor, by name; for oracles."""
+        return {name: int_view(weight).clone() for name, weight in self.weights.items()}
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes that the undo log holds now."""
+        return self._log.nbytes
+
+    def _hold(self, name: str, row_map: RowMap, seen: set[tuple[int, int]]) -> Tensor:
+        weight = self.weights.get(name)
+        if weight is None or weight.dtype != row_map.dtype or tuple(weight.shape) != row_map.local_shape:
+            found = "missing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
+            raise PlanMismatch(
+                f"weight {name!r} is {found}, its map expects {row_map.dtype} {list(row_map.local_shape)}; "
+                "build the map from the loaded model"
+            )
+        if weight.numel() == 0 or _storage(weight) not in seen:
+            seen.add(_storage(weight))
+            for output, number in enumerate(row_map.outputs):
+                self._holders.setdefault(number, []).append(Holder(name, row_map, output, weight))
+        return weight
+
+    def _writes(self, one: Range) -> list[_Write]:
+        """What one range writes on this rank; out-of-shard elements are dropped."""
+        writes: list[_Write] = []
+        for holder in self._holders.get(one.spec.tensor, ()):
+            if one.positions is not None:
+                flat = one.positions.to(torch.int64) + one.spec.base
+                writes.append(_by_position(holder, flat, one.bits))
+            else:
+                writes += _dense_writes(holder, one.spec.base, one.bits)
+        return [write for write in writes if write.index.numel()]
+
+
+def _by_position(holder: Holder, flat: Tensor, bits: Tensor) -> _Write:
+    held, local = holder.row_map.to_local(holder.output, flat)
+    return _Write(Cells.of(holder.weight), local, bits if local.numel() == bits.numel() else bits[held])
+
+
+def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
+    """Whole rows at once; the broken rows at both ends by position."""
+    row_map = holder.row_map
+    full_width = row_map.full_widths[holder.output]
+    end = base + bits.numel()
+    first, last = -(-base // full_width), end // full_width
+    if first >= last or row_map.width == 0:
+        return [_by_position(holder, torch.arange(base, end), bits)]
+    head, tail = first * full_width - base, last * full_width - base
+    local, rows = row_map.local_rows(holder.output, owned_only=False)
+    low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
+    columns = slice(row_map.column, row_map.column + row_map.width)
+    values = bits[head:tail].view(-1, full_width)[rows[low:high] - first, columns]
+    cells = Cells.of(holder.weight, row_map.width)
+    writes = [_Write(cells, local[low:high], values if row_map.width > 1 else values.reshape(-1))]
+    for start, stop in ((0, head), (tail, bits.numel())):
+        if stop > start:
+            writes.append(_by_position(holder, torch.arange(base + start, base + stop), bits[start:stop]))
+    return writes
+
+
+def _storage(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), weight.numel()
