@@ -23,6 +23,7 @@ from weightsync.sim.world import SimFuture, SimWorld, Timer
 EXACT_BITS = 512
 GRID_BITS = 192
 _S = 10**9  # ns per second
+_CROWDED = 256  # ends, most of them superseded, before the heap is rebuilt
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class FluidNet:
         self._loads: dict[str, tuple[Fraction, Fraction]] = {}  # since when, bytes per second
         self._arrivals: list[Transfer] = []
         self._ends: list[tuple[int, Fraction, int, Transfer]] = []
+        self._crowded = _CROWDED
         self._count = 0
         self._settle_due = False
         self._wake: Timer | None = None
@@ -240,6 +242,10 @@ class FluidNet:
             ends = self._bounded(_end(at, transfer._remaining, rate))
             transfer._ends = ends if ends > at else at  # the grid may lie a hair earlier
             heapq.heappush(self._ends, (ceil(transfer._ends), transfer._ends, transfer._order, transfer))
+            if len(self._ends) > self._crowded:
+                self._ends = [entry for entry in self._ends if entry[3]._ends is entry[1]]
+                heapq.heapify(self._ends)
+                self._crowded = 2 * len(self._ends) + _CROWDED
 
     def _advance(self, transfer: Transfer, at: Fraction) -> None:
         if transfer._rate:
