@@ -1,8 +1,8 @@
-"""Buckets: a fixed-size header and a payload that holds named ranges, or a trailer. Format 1, little endian.
+"""Buckets: a header and a payload that holds named byte ranges, or a trailer. Format 1, little endian.
 
 ``docs/wire.md`` draws the layout. A bucket is checked whole before anything in it is believed: sizes,
-checksum, the range table, tensor numbers and encodings. What only the receiver knows (versions, order, bounds
-of positions) is checked by ``Target.validate``.
+checksum, range table, tensor numbers and encodings. What only the receiver knows (versions, order, bounds of
+positions) is checked by ``Target.validate``.
 """
 
 from __future__ import annotations
@@ -25,109 +25,29 @@ from weightsync.reference.encoding import (
     write_section,
 )
 from weightsync.reference.errors import PatchMismatch
+from weightsync.reference.headers import (
+    ABORT,
+    DELTA,
+    END,
+    FULL,
+    HEADER_BYTES,
+    KINDS,
+    NO_BASE,
+    Header,
+    Heading,
+)
 from weightsync.reference.params import ParamMeta
 
-FULL, DELTA, END, ABORT = "full", "delta", "end", "abort"
-KINDS = {FULL: 1, DELTA: 2, END: 3, ABORT: 4}
-"""Bucket kind -> its number in the header. END is the trailer of a success, ABORT of a failure."""
+__all__ = [
+    "ABORT", "DELTA", "END", "FULL", "HEADER_BYTES", "KINDS", "NO_BASE",
+    "Bucket", "BucketSpec", "End", "Header", "Heading", "Range", "RangeSpec",
+    "abort_bucket", "check_payload", "end_bucket", "pack_bucket", "read_abort", "read_end", "unpack",
+]  # fmt: skip
 
-MAGIC = b"WSYN"
-FORMAT = 1
-NO_BASE = 0
-"""Base version of a full update: it assumes nothing. Versions start at 1."""
-
-HEADER = struct.Struct("<4sHBBIIqqIIQ16s")
 TABLE_ENTRY = struct.Struct("<IB3sqQQ")
 TRAILER = struct.Struct("<qQQ")
-HEADER_BYTES = HEADER.size
 TABLE_ENTRY_BYTES = TABLE_ENTRY.size
 END_BYTES = HEADER_BYTES + TRAILER.size
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """What the sender says about a bucket before its bytes are known.
-
-    Attributes:
-        kind: "full", "delta", "end" or "abort".
-        epoch: group epoch.
-        base: version that the receiver must hold; ``NO_BASE`` in a full update.
-        version: version that the update leads to.
-        sequence: number of the bucket within its update, from 0; the trailer has the next one.
-    """
-
-    kind: str
-    epoch: int
-    base: int
-    version: int
-    sequence: int = 0
-
-    def at(self, sequence: int) -> Heading:
-        """The same heading for another bucket of the update."""
-        return replace(self, sequence=sequence)
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The 64 bytes before every payload.
-
-    Attributes:
-        heading: kind, group epoch, base version, version, sequence.
-        ranges: entries in the range table.
-        payload_bytes: exact size of the payload that follows.
-        checksum: xxh3-128 of the payload, 16 bytes.
-        status: 0, or the sender's error number in an ABORT.
-    """
-
-    heading: Heading
-    ranges: int
-    payload_bytes: int
-    checksum: bytes
-    status: int = 0
-
-    @property
-    def kind(self) -> str:
-        """Kind of the bucket."""
-        return self.heading.kind
-
-    def pack(self) -> bytes:
-        """The header's 64 bytes."""
-        head = self.heading
-        return HEADER.pack(
-            MAGIC, FORMAT, KINDS[head.kind], 0, self.status, head.epoch, head.base, head.version,
-            head.sequence, self.ranges, self.payload_bytes, self.checksum,
-        )  # fmt: skip
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Header:
-        """The header in ``raw``.
-
-        Raises:
-            PatchMismatch: wrong length, magic, format or kind, or flags that this format does not have.
-        """
-        if len(raw) != HEADER_BYTES:
-            raise PatchMismatch(
-                f"bucket header has {len(raw)} bytes, expected {HEADER_BYTES}; reconnect the group"
-            )
-        magic, number, kind, flags, status, epoch, base, version, sequence, ranges, size, checksum = (
-            HEADER.unpack(raw)
-        )
-        if magic != MAGIC:
-            raise PatchMismatch(
-                f"bucket header starts with {magic!r}, expected {MAGIC!r}; reconnect the group"
-            )
-        if number != FORMAT or flags:
-            raise PatchMismatch(
-                f"bucket header has format {number} and flags {flags}, expected format {FORMAT} and flags 0; "
-                "use the same release on both sides"
-            )
-        names = {wire: name for name, wire in KINDS.items()}
-        if kind not in names:
-            known = ", ".join(f"{wire} ({name})" for wire, name in names.items())
-            raise PatchMismatch(
-                f"bucket has kind {kind}, expected one of {known}; use the same release on both sides"
-            )
-        return cls(Heading(names[kind], epoch, base, version, sequence), ranges, size, checksum, status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +289,7 @@ def _seal(heading: Heading, ranges: int, payload: Tensor, status: int = 0) -> Bu
 
 
 def _checksum(payload: Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(as_bytes(payload).cpu().numpy())
+    return xxhash.xxh3_128_digest(as_bytes(payload).cpu().numpy().data)
 
 
 def _tensor(raw: bytes) -> Tensor:

@@ -104,15 +104,14 @@ def digest_rows(tensor_key: int, bits: Tensor, bases: Tensor, rows: Tensor | Non
     for left in range(0, width, columns_at_once):
         strip = bits[:, left : left + columns_at_once]
         columns = torch.arange(left, left + strip.shape[1], device=bits.device)
-        spread = _spread(columns.numpy()) if on_host else columns
         for top in range(0, bases.numel(), rows_at_once):
             taken = slice(top, top + rows_at_once)
             block = strip[taken] if rows is None else strip[rows[taken]]
             base = bases[taken].to(torch.int64)
             if on_host:
-                total += _block_sum(tensor_key, base.numpy(), spread, block.numpy())
+                total += _block_sum(tensor_key, base.numpy(), columns.numpy(), block.numpy())
             else:
-                total += int(element_hash(tensor_key, base[:, None] + spread[None, :], block).sum())
+                total += int(element_hash(tensor_key, base[:, None] + columns[None, :], block).sum())
     return wrap(total)
 
 
@@ -170,10 +169,10 @@ def _finalise(hashed: Integers) -> Integers:
     return hashed
 
 
-def _block_sum(tensor_key: int, bases: Integers, spread: Integers, block: Integers) -> int:
+def _block_sum(tensor_key: int, bases: Integers, columns: Integers, block: Integers) -> int:
     starts = _spread(bases) + np.uint64(tensor_key & ((1 << 64) - 1))
     hashed = _unsigned(block).astype(np.uint64)
     hashed *= np.uint64(BITS)
     hashed += starts[:, None]
-    hashed += spread[None, :]
+    hashed += _spread(columns)[None, :]
     return int(_finalise(hashed).sum(dtype=np.uint64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +12,8 @@ from weightsync.reference.params import ParamMeta
 from weightsync.reference.rowmap import RowMap, rows_and_width
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Piece:
     """A window of one checkpoint tensor whose positions, relative to its base, fit int32.
 
     A tensor of fewer than 2**31 elements is exactly one piece; a larger one is cut between rows.

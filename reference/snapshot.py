@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -164,7 +165,7 @@ def _check_cast(name: str, live: Tensor, dtype: torch.dtype, copy: Tensor | None
         )
 
 
-def _parts(copy: Tensor, before_half: float) -> Iterator[slice | type(...)]:
+def _parts(copy: Tensor, before_half: float) -> Iterator[slice | EllipsisType]:
     """The whole tensor, or its two sides along dimension 0 when half of all bytes lies inside it."""
     if copy.ndim == 0 or copy.numel() == 0 or not 0 < before_half < copy.nbytes:
         yield ...
