@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.reference.clock import Task
-from weightsync.reference.errors import PeerLost
+from weightsync.reference.errors import DeadlineExceeded, PeerLost, WeightSyncError
 from weightsync.reference.members import RankId
 from weightsync.reference.rank import Verbs
 
@@ -70,23 +72,24 @@ class Fanout:
 
     async def settle(self, tasks: Sequence[Task], deadline_ns: int) -> list[Any]:
         """Every task's result or the Exception that came instead, whatever becomes of the others."""
-        results: list[Any] = []
-        for task in tasks:
-            await self.quietly(lambda task=task: self._until_done(task, deadline_ns))  # type: ignore[misc]
-            if task.done():
-                try:
-                    results.append(task.result())
-                except Exception as error:
-                    results.append(error)
-            else:
+        try:
+            for task in tasks:
+                await self.quietly(lambda task=task: self._until_done(task, deadline_ns))  # type: ignore[misc]
+        finally:
+            late = [task for task in tasks if not task.done()]
+            for task in late:
                 await self.stop(task)
-                results.append(TimeoutError(f"no answer by the deadline ({task!r})"))
-        return results
+        return [_outcome(task, task in late) for task in tasks]
 
     async def stop(self, task: Task | None) -> None:
-        """Cancel a task that still runs and return once it ended."""
-        if task is not None and not task.done():
+        """Cancel a task that still runs and return once it ended; an error it ended with is dropped on purpose."""
+        if task is None:
+            return
+        if not task.done():
             await self.quietly(lambda: self.verbs.cancel(task))
+        if task.done():
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                task.result()
 
     async def _until_done(self, task: Task, deadline_ns: int) -> None:
         try:
@@ -94,3 +97,12 @@ class Fanout:
         except Exception:
             if not task.done():
                 raise
+
+
+def _outcome(task: Task, late: bool) -> Any:
+    try:
+        return task.result()
+    except Exception as error:
+        return error
+    except asyncio.CancelledError:
+        return DeadlineExceeded("fan-out") if late else WeightSyncError(f"{task!r} was cancelled")

@@ -108,7 +108,7 @@ class Rollout:
             except Exception:
                 continue
             if request.op == "bye":
-                await self.farewell()
+                await self.leave("its trainer said bye")
                 return
             await self.answer(request)
 
@@ -379,16 +379,17 @@ class Rollout:
     async def orphaned(self, lost: PeerLost) -> None:
         """Whoever gave the orders is gone: a leader rolls back and generates on, a follower is dirty."""
         if self.leader:
-            await self.end_update(str(lost))
-        else:
-            self.dirty = f"it lost its leader {lost.peer}"
-            if self.update is not None:
-                await self.fanout.stop(self.update.receiving)
+            await self.leave(str(lost))
+            return
+        self.dirty = f"it lost its leader {lost.peer}"
+        if self.update is not None:
+            for task in (self.update.preparing, self.update.receiving):
+                await self.fanout.stop(task)
         await self._close_groups()
 
-    async def farewell(self) -> None:
+    async def leave(self, reason: str) -> None:
         """The run is over: roll back what is not committed, release the followers, drop the groups."""
-        await self.end_update("the trainer said bye")
+        await self.end_update(reason)
         for rank in self.followers:
             await self.fanout.quietly(lambda rank=rank: self.verbs.post(rank, "bye", {}))  # type: ignore[misc]
         await self._close_groups()

@@ -115,8 +115,7 @@ class Trainer:
         """Release the rollouts and drop every group; call it once, after the last update."""
         if self.lead:
             for rollout in self.rollouts.values():
-                if rollout.number not in self.gone:
-                    await self.fanout.quietly(lambda leader=rollout.leader: self.verbs.post(leader, "bye", {}))
+                await self.fanout.quietly(lambda leader=rollout.leader: self.verbs.post(leader, "bye", {}))
         await self._close_groups()
 
     # ---- stages ----------------------------------------------------------------------------------------------

@@ -78,6 +78,10 @@ class SimCluster:
                 control.lost(rank)
 
     def _carry(self, rendezvous: Rendezvous, meeting: Meeting) -> None:
+        if meeting.op == "open":
+            when = self.world.now_ns() + self.profile.control.connect_ns
+            self.world.call_at(when, lambda: rendezvous.done(meeting))
+            return
         nbytes = sum(_wire_bytes(payload) for payload in meeting.payloads.values())
         carried = self.net.transfer([self.link], nbytes)
         carried.add(_Callback(lambda: rendezvous.done(meeting)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -90,6 +90,11 @@ def tiny_shards(seed: int, step: int) -> tuple[dict[str, torch.nn.Parameter], ..
     return tuple(deployment.shards(rank, checkpoint) for rank in range(deployment.tp))
 
 
+@lru_cache(maxsize=1)
+def _memo() -> dict[Hashable, Any]:
+    return {}
+
+
 class _SimEffects:
     def __init__(self, cluster: SimCluster) -> None:
         self.cluster = cluster
@@ -132,7 +137,8 @@ class FaultRun:
         verbs: Callable[[SimVerbs], None] | None = None,
     ) -> None:
         self.deployment = tiny_deployment()
-        self.history = History(self.deployment)
+        self.history = History(self.deployment, _memo())
+        self.step = 0
         self.plan = FaultPlan(tuple(faults))
         self.report = Report(tuple(faults), hit=self.plan.hit)
         self.updates = updates
@@ -185,7 +191,7 @@ class FaultRun:
         lead = rank == self.deployment.trainers[0]
         return kind(
             self._verbs(rank, source), self.deployment.plan, self.deployment.trainers, self.deployment.rollouts,
-            self.settings, (lambda version, slot: self.history.record(version, self.params)) if lead else None,
+            self.settings, self._on_version if lead else None,
         )  # fmt: skip
 
     def _rollout(self, kind: type[Rollout], ref: RolloutRef, rank: RankId) -> Rollout:
@@ -200,20 +206,26 @@ class FaultRun:
         verbs = self._verbs(rank, target, engine)
         return kind(verbs, self.deployment.plan.fingerprint, ref.ranks, self.deployment.trainers[0], self.settings)
 
+    def _on_version(self, version: int, slot: int) -> None:
+        self.history.record(version, self.params, key=(self.seed, self.step))
+
     # ---- driving ---------------------------------------------------------------------------------------------
 
     async def _train(self, trainer: Trainer) -> None:
         name, clock = str(trainer.verbs.me), self.cluster.clocks[str(trainer.verbs.me)]
-        for step in range(self.updates + 1):
-            if step == self.updates:
-                await clock.sleep_until(QUIET_NS)
-                self.plan.disarm()
-            await self._optimize(trainer.verbs.me.rank, step)
-            self.report.outcomes[name].append(await trainer.update())
-        await trainer.close()
+        try:
+            for step in range(self.updates + 1):
+                if step == self.updates:
+                    await clock.sleep_until(QUIET_NS)
+                    self.plan.disarm()
+                await self._optimize(trainer.verbs.me.rank, step)
+                self.report.outcomes[name].append(await trainer.update())
+        finally:
+            await trainer.close()
 
     async def _optimize(self, rank: int, step: int) -> None:
         name, ledger = str(self.deployment.trainers[rank]), self.cluster.ledger
+        self.step = step
         interval = ledger.begin(name, "optimizer", Touched(0, writes=("live",)), self.world.now_ns())
         for parameter, new in zip(self.params[rank].values(), tiny_shards(self.seed, step)[rank].values(), strict=True):
             int_view(parameter.data).copy_(int_view(new.data))
