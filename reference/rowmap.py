@@ -62,10 +62,8 @@ class RowMap:
         the caller drops those.
         """
         row, offset = self._divide(positions, self.width)
-        output = torch.where(self.owned[row], self.tensor[row], -1)
-        full_width = self._widths[output.long()]
-        flat = self.row[row] * full_width + (self.column + offset)
-        return output, flat.where(output >= 0, 0)
+        output = self._told[row]
+        return output, (self._starts[row] + offset).where(output >= 0, 0)
 
     def to_local(self, output: int, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the checkpoint positions ``flat`` (n,) int64 this rank holds, and where.
@@ -102,8 +100,14 @@ class RowMap:
         return int(((self.tensor == output) & self.owned).sum()) * self.width
 
     @cached_property
-    def _widths(self) -> Tensor:
-        return torch.tensor(self.full_widths, dtype=torch.int64)
+    def _told(self) -> Tensor:
+        """Per local row: the output that this rank tells, or -1."""
+        return self.tensor.where(self.owned, -1)
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        """Per local row: flat position, in its output, of the row's first element."""
+        return self.row * torch.tensor(self.full_widths)[self.tensor.long()] + self.column
 
     @cached_property
     def _inverse(self) -> tuple[Tensor, ...]:
