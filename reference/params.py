@@ -216,7 +216,9 @@ def int_view(tensor: Tensor) -> Tensor:
             f"dtype {tensor.dtype} has {tensor.dtype.itemsize} bytes an element, expected 1, 2, 4 or 8; "
             "send it as two tensors of a smaller dtype"
         )
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(integer)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # torch calls a slice of one element contiguous whatever its stride, and then refuses to view it as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(integer)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

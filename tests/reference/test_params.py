@@ -168,6 +168,13 @@ def test_int_view_shows_the_bits_in_row_major_order(tensor: Tensor) -> None:
     assert same_bits(bits.view(tensor.dtype).reshape(tensor.shape), tensor)
 
 
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int_view_of_a_short_strided_slice_can_be_seen_as_bytes(length: int, dtype: torch.dtype) -> None:
+    slices = torch.ones(length, dtype=dtype)[::2]
+    assert int_view(slices).view(torch.uint8).shape == ((length + 1) // 2 * dtype.itemsize,)
+
+
 @given(tensor=tensors())
 def test_int_view_of_a_contiguous_tensor_writes_through(tensor: Tensor) -> None:
     int_view(tensor).fill_(7)
