@@ -39,7 +39,7 @@ from weightsync.reference.headers import (
 from weightsync.reference.params import ParamMeta
 
 __all__ = [
-    "ABORT", "DELTA", "END", "FULL", "HEADER_BYTES", "KINDS", "NO_BASE",
+    "ABORT", "DELTA", "END", "END_BYTES", "FULL", "HEADER_BYTES", "KINDS", "NO_BASE", "TABLE_ENTRY_BYTES",
     "Bucket", "BucketSpec", "End", "Header", "Heading", "Range", "RangeSpec",
     "abort_bucket", "check_payload", "end_bucket", "pack_bucket", "read_abort", "read_end", "unpack",
 ]  # fmt: skip
@@ -259,7 +259,12 @@ def read_abort(bucket: Bucket) -> str:
 
 def _check_range(spec: RangeSpec, meta: ParamMeta, size: int, filler: bytes, kind: str) -> None:
     expected = spec.section_bytes(meta.itemsize)
-    if size != expected or filler != bytes(3):
+    if filler != bytes(3):
+        raise PatchMismatch(
+            f"range of {meta.name!r} has bytes {filler!r} behind its encoding, expected zeros; "
+            "use the same release on both sides"
+        )
+    if size != expected:
         raise PatchMismatch(
             f"range of {meta.name!r} announces {size} bytes for {spec.count} elements of {meta.dtype} as "
             f"{spec.encoding.name}, expected {expected}; compare the dtype on both sides"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -165,14 +164,16 @@ def _check_cast(name: str, live: Tensor, dtype: torch.dtype, copy: Tensor | None
         )
 
 
-def _parts(copy: Tensor, before_half: float) -> Iterator[slice | EllipsisType]:
-    """The whole tensor, or its two sides along dimension 0 when half of all bytes lies inside it."""
-    if copy.ndim == 0 or copy.numel() == 0 or not 0 < before_half < copy.nbytes:
-        yield ...
+def _parts(copy: Tensor, before_half: float) -> Iterator[tuple[slice, ...]]:
+    """The whole tensor, or its two sides along a dimension when half of all bytes lies inside it."""
+    dim = next((dim for dim, side in enumerate(copy.shape) if side > 1), None)
+    if dim is None or not 0 < before_half < copy.nbytes:
+        yield ()
         return
-    row = max(1, int(before_half * copy.shape[0] / copy.nbytes))
-    yield slice(0, row)
-    yield slice(row, None)
+    cut = max(1, int(before_half * copy.shape[dim] / copy.nbytes))
+    before = (slice(None),) * dim
+    yield (*before, slice(0, cut))
+    yield (*before, slice(cut, None))
 
 
 def _copy(source: Tensor, copy: Tensor) -> None:
