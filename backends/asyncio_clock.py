@@ -156,10 +156,11 @@ class AsyncioClock:
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> AsyncioTask:
         """See ``reference.clock.Clock.spawn``. On a killed rank the coroutine never starts."""
-        if self.dead:
-            coroutine.close()
         task = AsyncioTask(self, coroutine, name)
         self._tasks[task] = None
+        if self.dead:
+            coroutine.close()
+            _bury(task)
         task._task.add_done_callback(lambda _: self._ended(task))
         return task
 
@@ -255,15 +256,18 @@ class AsyncioClock:
         From any thread. A task of the rank may call it: the task then stops at its next await. Idempotent.
         """
         self.dead = True
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._turn)
+        if _running_loop() is self.loop:
+            self._settle_dead()
+        else:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._settle_dead)
 
     def close(self) -> None:
         """End the tasks that are left, without noise, and the loop if this clock made it; it must not run."""
         self.dead = True
         tasks, self._tasks = list(self._tasks), {}
         for task in tasks:
-            task._task._log_destroy_pending = False  # type: ignore[attr-defined]
+            _bury(task)
             task._fence.end()
         if self._owns_loop and not self.loop.is_closed():
             self.loop.close()
@@ -301,6 +305,11 @@ class AsyncioClock:
             self._failed.append(task)
         self._turn()
 
+    def _settle_dead(self) -> None:
+        for task in self._tasks:
+            _bury(task)
+        self._turn()
+
     def _turn(self) -> None:
         if self._turned is not None:
             _wake(self._turned)
@@ -316,6 +325,12 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _bury(task: AsyncioTask) -> None:
+    """Make asyncio forget a frozen task: ``asyncio.run`` would wait for it at its end."""
+    asyncio._unregister_task(task._task)
+    task._task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
 def _claim(tasks: Sequence[AsyncioTask]) -> bool:

@@ -16,6 +16,7 @@ from weightsync.sim.world import SimFuture, SimWorld, Waiter
 __all__ = ["SimClock", "SimFuture", "SimTask", "SimWorld"]
 
 _CLOSE_ATTEMPTS = 64
+_REFUSALS = 1000
 
 
 class SimTask:
@@ -140,6 +141,7 @@ class SimClock:
         self._tasks: dict[SimTask, None] = {}
         self._failed: list[SimTask] = []
         self._stray: list[BaseException] = []
+        self._refusals = 0
         world.on_close(self._close)
 
     def now_ns(self) -> int:
@@ -239,6 +241,7 @@ class SimClock:
     async def _wait_for(self, add: Callable[[Waiter], None] | None, discard: Callable[[Waiter], None] | None,
                         deadline_ns: int | None) -> None:  # fmt: skip
         """Park until woken or until the deadline; return at once when that has passed."""
+        self._refuse_when_closed()
         if deadline_ns is not None and deadline_ns <= self.now_ns():
             return
         waiter = Waiter()
@@ -255,7 +258,17 @@ class SimClock:
 
     async def _freeze(self) -> None:
         while True:
+            self._refuse_when_closed()
             await Waiter()
+
+    def _refuse_when_closed(self) -> None:
+        """In a closed world every await is cancelled at once, so that clean-ups of kept coroutines end.
+
+        Not for ever: one that swallows cancels in a loop must not hang ``close()``.
+        """
+        if self.world.closed and self._refusals < _REFUSALS:
+            self._refusals += 1
+            raise CancelledError
 
     def _ended(self, task: SimTask) -> None:
         self._tasks.pop(task, None)

@@ -200,10 +200,12 @@ class SimWorld:
 
     Attributes:
         env: SimPy's environment; models may add their own events and processes.
+        closed: True from the start of ``close()``.
     """
 
     def __init__(self) -> None:
         self.env = _Environment()
+        self.closed = False
         self._ready: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._pump_scheduled = False
         self._closers: list[Callable[[], None]] = []
@@ -264,6 +266,7 @@ class SimWorld:
 
     def close(self) -> None:
         """End the world: every rank is dead, kept coroutines are ended without noise. Idempotent."""
+        self.closed = True
         self._ready.clear()
         closers, self._closers = self._closers, []
         for closer in closers:

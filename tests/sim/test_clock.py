@@ -558,6 +558,21 @@ def test_closing_a_world_ends_frozen_and_hung_tasks_without_noise(recwarn):
     assert [str(warning.message) for warning in recwarn] == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_closing_a_world_returns_although_a_task_swallows_everything():
+    world = SimWorld()
+    clock = SimClock(world, "rank")
+
+    async def swallow() -> None:
+        while True:
+            with contextlib.suppress(BaseException):
+                await clock.wait(clock.future(), None)
+
+    clock.spawn(swallow(), "swallow")
+    world.run()
+    world.close()
+
+
 # ---------------------------------------- the run as a whole
 
 
