@@ -560,17 +560,21 @@ def test_closing_a_world_ends_frozen_and_hung_tasks_without_noise(recwarn):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_closing_a_world_returns_although_a_task_swallows_everything():
-    world = SimWorld()
-    clock = SimClock(world, "rank")
+    def leave_garbage() -> None:
+        world = SimWorld()
+        clock = SimClock(world, "rank")
 
-    async def swallow() -> None:
-        while True:
-            with contextlib.suppress(BaseException):
-                await clock.wait(clock.future(), None)
+        async def swallow() -> None:
+            while True:
+                with contextlib.suppress(BaseException):
+                    await clock.wait(clock.future(), None)
 
-    clock.spawn(swallow(), "swallow")
-    world.run()
-    world.close()
+        clock.spawn(swallow(), "swallow")
+        world.run()
+        world.close()
+
+    leave_garbage()
+    gc.collect()  # here, where the warning about such a task is expected
 
 
 # ---------------------------------------- the run as a whole
