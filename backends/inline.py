@@ -108,7 +108,7 @@ class InlineClock:
         """A new pending future."""
         return InlineFuture()
 
-    async def wait(self, future: InlineFuture, deadline_ns: int | None) -> Any:
+    async def wait(self, future: Any, deadline_ns: int | None) -> Any:
         """Value of a future that is done; TimeoutError when the deadline has passed; else an error."""
         if not future.done():
             self._give_up("wait for a future", deadline_ns)
@@ -121,12 +121,12 @@ class InlineClock:
             self._failed.append(task)
         return task
 
-    async def join(self, tasks: Sequence[InlineTask], deadline_ns: int | None) -> None:
+    async def join(self, tasks: Sequence[Any], deadline_ns: int | None) -> None:
         """Raise the first error of the tasks, which are all done."""
         for task in tasks:
             task.result()
 
-    async def cancel(self, task: InlineTask) -> None:
+    async def cancel(self, task: Any) -> None:
         """Drop the outcome of a task, which is done."""
         task.claimed = True
 

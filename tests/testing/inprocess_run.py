@@ -26,6 +26,7 @@ from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
 from weightsync.testing.history import History
 
+WRITING = ("apply", "rollback", "commit", "pause", "resume")
 UNUSED = ModelShape(vocab=1, hidden=1, intermediate=1, layers=1, heads=1, kv_heads=1, head_dim=1)
 
 
@@ -132,8 +133,8 @@ class Planted:
 class InprocessRun:
     """Every rank of a deployment on the running loop; enter it, ``set`` parameters, ``push``, look.
 
-    Around every verb of every rank it checks that a rollout that generates holds exactly the bits that its
-    label says; ``violations`` lists where it did not.
+    Before every verb of a rollout rank, and after those that write, it checks that a rollout that generates
+    holds exactly the bits that its label says; ``violations`` lists where it did not.
 
     Args:
         deployment: who holds what.
@@ -263,7 +264,8 @@ class Watch:
 
     async def before(self, verb: str) -> int:
         """See ``reference.rank.Hooks``."""
-        self.run.look()
+        if not self.rank.startswith("trainer"):  # whose verbs write no weights
+            self.run.look()
         self._count += 1
         for planted in list(self.run.planted):
             if planted.rank == self.rank and planted.verb == verb and planted.hits():
@@ -274,7 +276,8 @@ class Watch:
 
     async def after(self, verb: str, ordinal: int) -> None:
         """See ``reference.rank.Hooks``."""
-        self.run.look()
+        if verb in WRITING:
+            self.run.look()
         planted = self._late.pop(ordinal, None)
         if planted is not None:
             await planted.fail()
