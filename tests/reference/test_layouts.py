@@ -163,6 +163,7 @@ def test_padded_rows_never_travel_and_are_zero_when_built(
     rebuilt = join([local_tensor(one, [full]) for one in maps], 0)
     assert torch.equal(rebuilt, torch.cat([full, torch.zeros(padding, hidden)]))
     for one, shard in zip(maps, local, strict=True):
+        assert torch.equal(one.owned, one.tensor >= 0)
         output, flat = one.to_checkpoint(torch.arange(shard.numel()))
         assert torch.equal(output < 0, int_view(shard) == int_view(torch.tensor(-7.0)))
         assert flat[output >= 0].lt(only.numel).all()

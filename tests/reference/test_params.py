@@ -103,6 +103,13 @@ def test_a_list_changed_on_the_live_parameter_does_not_change_the_copy() -> None
     )
 
 
+def test_stamping_two_tensors_gives_each_its_own_list() -> None:
+    attributes = TPAttributes({"partition_sizes": [1, 2]})
+    first, second = (attributes.stamp(torch.zeros(1)) for _ in range(2))
+    first.partition_sizes.append(3)  # type: ignore[attr-defined]
+    assert read(second).values == {"partition_sizes": [1, 2]}
+
+
 def test_carry_onto_itself_changes_nothing() -> None:
     source = parameter(TPAttributes({"allreduce": False}))
     assert carry(source, source) is source
@@ -155,6 +162,7 @@ def test_the_cpu_trap_is_real_and_fresh_copy_is_out_of_it() -> None:
 def test_a_fresh_copy_of_a_transposed_view_has_row_major_positions() -> None:
     live = torch.arange(6).reshape(2, 3).t()
     assert int_view(fresh_copy(live)).tolist() == [0, 3, 1, 4, 2, 5]
+    assert fresh_copy(live).stride() == (2, 1)
     assert int_view(torch.empty_like(live).copy_(live)).tolist() == [0, 3, 1, 4, 2, 5]
 
 
