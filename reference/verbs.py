@@ -1,0 +1,204 @@
+"""The verbs: everything the protocol asks of a rank, as typing.Protocols. This page is the contract.
+
+``rank.Verbs`` implements both; a test checks that the signatures agree. A verb does one thing and decides
+nothing; the protocol decides everything and touches no byte. What travels between verbs are handles: a
+``bucket``, ``decoded`` and ``part`` know their ``nbytes``; ``changes`` also its ``nnz`` and ``counts``.
+
+For every verb:
+
+- *Deadlines.* ``deadline_ns`` is absolute on the rank's own clock; a verb that waits for a peer ends by it.
+- *Errors.* A verb that raises may have taken effect or not; the protocol is written for both. Verbs said to
+  be repeatable may be called again after an error. Cancelling throws ``asyncio.CancelledError``, which is no
+  Exception.
+- *Memory.* Trainer: ``live`` (the parameters, the caller's), ``slot0``, ``slot1`` (the source's snapshots).
+  Rollout: ``weights`` (the engine's, written in place, never replaced), the undo log (the target's). A handle
+  that a verb returns is its caller's; what it points at is said below.
+- *Phase.* The span of a verb is summed under the phase in brackets (``rank.PHASES``).
+- *Digests* are signed 64-bit ints; the shares of ranks add up with wrap-around (``docs/wire.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from weightsync.reference.clock import Task
+from weightsync.reference.control import Request, Verdict, Vote
+from weightsync.reference.members import Group, RankId
+
+
+class CommonVerbs(Protocol):
+    """What both sides ask for.
+
+    Attributes:
+        me: this rank.
+        update: number of the update that spans are recorded under; set by the protocol.
+    """
+
+    me: RankId
+    update: int
+
+    async def connect(self, group: Group, deadline_ns: int) -> None:
+        """[connect] The group is open: every member called this, and its communicator is initialised here.
+
+        Members agree by passing equal groups. Raises DeadlineExceeded when one does not come, GroupBroken
+        when other members come under this group's key.
+        """
+
+    async def disconnect(self, group: Group) -> None:
+        """[connect] The group is dropped, with whatever still waits in it; its peers' operations fail.
+
+        Repeatable; nothing happens for a group that is not open.
+        """
+
+    async def call(
+        self, peer: RankId, op: str, body: Mapping[str, Any], deadline_ns: int
+    ) -> Mapping[str, Any]:
+        """[control] The peer's reply to one request; ``body`` and reply are JSON-able.
+
+        The peer may have acted although this raises: DeadlineExceeded (no reply in time), PeerLost (its lease
+        ended, named), RemoteError (it refused, in its own words).
+        """
+
+    async def post(self, peer: RankId, op: str, body: Mapping[str, Any]) -> None:
+        """[control] A request is on its way that nobody answers; it may arrive late or, from here, never."""
+
+    def now_ns(self) -> int:
+        """Time of this rank's clock, int ns; only differences of one rank's times mean anything."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
+        """A task of this rank, running. Whoever spawns joins or cancels it; its error reaches the joiner."""
+
+    async def join(self, tasks: Sequence[Task], deadline_ns: int | None) -> None:
+        """[wait] All tasks are done. The first failure is raised at once and the others go on.
+
+        Raises DeadlineExceeded at ``deadline_ns``; the tasks go on.
+        """
+
+    async def cancel(self, task: Task) -> None:
+        """[control] The task has ended, its outcome dropped; nothing happens for one that is done."""
+
+
+class TrainerVerbs(CommonVerbs, Protocol):
+    """What a trainer rank is asked for. The lead alone encodes, sends and calls rollouts."""
+
+    async def agree(
+        self, members: Sequence[RankId], key: str, vote: Vote, deadline_ns: int, patience_ns: int
+    ) -> Verdict:
+        """[control] The one verdict of ``members`` on the stage ``key``, equal on every rank that gets one.
+
+        The first member counts votes until ``deadline_ns``; the others wait for it until ``patience_ns``,
+        because leaving alone would split the group. Repeatable: a rank's first vote counts. Raises PeerLost
+        when the first member is lost, DeadlineExceeded at ``patience_ns``.
+        """
+
+    async def snapshot(self, slot: int) -> Any:
+        """[snapshot] ``slot`` holds a bit-exact, contiguous copy of ``live``, attributes carried.
+
+        A live tensor of another floating dtype than the plan's is cast, here and once. The caller may mutate
+        ``live`` once this returned, and must not before. After an error the slot is torn, and says so.
+        """
+
+    async def diff(self, slot: int, base: int | None) -> Any:
+        """[diff] This rank's elements whose bits changed from slot ``base`` to ``slot``.
+
+        The handle owns its memory, in checkpoint coordinates: per piece of the plan positions int32 (n,) ascending and new bits (n,);
+        ``counts`` (pieces,) of owned elements only, so that replicas count once. ``base`` None compares
+        nothing and counts every owned element. Nothing is advanced.
+        """
+
+    async def source_digest(self, slot: int) -> int:
+        """[digest] This rank's share of the digest of ``slot``; O(changed) after a diff with a known base."""
+
+    async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
+        """[tp_gather] Every member's int64 vector, all of one length, in member order: (world, length)."""
+
+    async def gather(
+        self, group: Group, rows: Any, slot: int, changes: Any, sizes: Sequence[int], deadline_ns: int
+    ) -> list[Any] | None:
+        """[tp_gather] Every rank's part of one row group, in member order, at the first member; else None.
+
+        A part is uint8 (sizes[rank],). ``changes`` None takes whole tensors from ``slot``. All members call
+        it for the same ``rows`` in the same order, also those that bring nothing. The parts are the caller's.
+        Raises PlanMismatch when a part is not of its announced size; DeadlineExceeded, GroupBroken.
+        """
+
+    async def encode(
+        self, parts: Sequence[Any], rows: Any, spec: Any, matrix: Sequence[Sequence[int]], head: Any
+    ) -> Any:
+        """[encode] One bucket as ``spec`` cuts it, in new memory; ``matrix`` is the exchanged counts.
+
+        ``parts`` must stay as they are until the last bucket of ``rows`` is encoded. Raises PlanMismatch when
+        parts and counts do not fit, or two ranks tell one element.
+        """
+
+    async def send(self, group: Group, bucket: Any, deadline_ns: int) -> None:
+        """[broadcast] Header, then exactly the bytes it announces, have left for every other member.
+
+        The bucket may be dropped or overwritten once this returned. That it returned proves no arrival: the
+        trailer's checksum and the reply to ``prepare`` do. Raises DeadlineExceeded, GroupBroken.
+        """
+
+
+class RolloutVerbs(CommonVerbs, Protocol):
+    """What a rollout rank is asked for."""
+
+    async def serve(self, deadline_ns: int | None, watch: RankId) -> Request:
+        """[idle] The oldest waiting request. Raises DeadlineExceeded, PeerLost once ``watch`` is gone."""
+
+    async def reply(
+        self,
+        request: Request,
+        body: Mapping[str, Any] | None = None,
+        *,
+        error: str | None = None,
+        lost: str | None = None,
+    ) -> None:
+        """[control] The answer is on its way: a body, or an error and who was lost. Repeatable."""
+
+    async def receive(self, group: Group, deadline_ns: int) -> Any:
+        """[broadcast] The next bucket, header and whole payload, unproved; its memory is the caller's.
+
+        Raises DeadlineExceeded, GroupBroken. After a cancel its buffer belongs to the group until the group
+        is dropped.
+        """
+
+    async def decode(self, bucket: Any) -> Any:
+        """[decode] The bucket taken apart, its checksum, table, sizes and encodings proved.
+
+        The handle shares the bucket's memory, which must stay until ``apply``. ``end`` is the trailer of a
+        success (``digest``, ``buckets``, ``nbytes``) or None, ``aborted`` the sender's reason or None. Raises
+        PatchMismatch; nothing is written.
+        """
+
+    async def validate(self, decoded: Any, *, version: int, base: int, epoch: int, sequence: int) -> None:
+        """[validate] It is the expected next bucket, and every position lies in bounds, ascending, once.
+
+        ``base`` 0 is a full update, whose trailer is refused until every element came. Repeatable for the
+        latest bucket. Raises StaleVersion, PatchMismatch; nothing is written.
+        """
+
+    async def apply(self, decoded: Any, undo: bool) -> int:
+        """[apply] Bytes written: this rank's elements of a validated bucket are in ``weights``, O(changed).
+
+        With ``undo`` the old bits went to the undo log before the first write. Nobody may read ``weights``
+        meanwhile, or rely on them until ``commit``. Repeatable. Raises PlanMismatch for an unvalidated one.
+        """
+
+    async def digest(self) -> int:
+        """[digest] This rank's share of the digest of ``weights``, read now, rows it owns only."""
+
+    async def compare_digests(self, found: int, expected: int) -> bool:
+        """[digest] True when they are equal. A verb, so that one that always agrees can be planted."""
+
+    async def rollback(self) -> None:
+        """[rollback] ``weights`` hold again every bit that an ``apply`` with undo overwrote. Repeatable."""
+
+    async def commit(self) -> None:
+        """[commit] The undo log is dropped: what was applied stays. Repeatable."""
+
+    async def pause(self) -> None:
+        """[pause_flush] No request reads ``weights`` on any rank of this rollout. Leader; repeatable."""
+
+    async def resume(self) -> None:
+        """[continue] Requests may read ``weights``. Leader; repeatable."""
