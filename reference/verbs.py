@@ -102,9 +102,9 @@ class TrainerVerbs(CommonVerbs, Protocol):
     async def diff(self, slot: int, base: int | None) -> Any:
         """[diff] This rank's elements whose bits changed from slot ``base`` to ``slot``.
 
-        The handle owns its memory, in checkpoint coordinates: per piece of the plan positions int32 (n,) ascending and new bits (n,);
-        ``counts`` (pieces,) of owned elements only, so that replicas count once. ``base`` None compares
-        nothing and counts every owned element. Nothing is advanced.
+        The handle owns its memory, in checkpoint coordinates: per piece of the plan int32 positions (n,),
+        ascending, and new bits (n,); ``counts`` (pieces,) of owned elements only, so that replicas count
+        once. ``base`` None compares nothing and counts every owned element. Nothing is advanced.
         """
 
     async def source_digest(self, slot: int) -> int:
