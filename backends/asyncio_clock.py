@@ -13,52 +13,8 @@ from asyncio import CancelledError
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from weightsync.backends.asyncio_parts import Fence, Timer
+from weightsync.backends.asyncio_parts import AsyncioFuture, Fence, Timer, wake
 from weightsync.reference.errors import WeightSyncError
-
-
-class AsyncioFuture:
-    """A value that arrives once; implements ``reference.clock.Future``.
-
-    Any thread may call ``set_*``; from outside the running loop it takes effect in the loop's next turn.
-    """
-
-    __slots__ = ("_clock", "_done", "_error", "_value", "_waiters")
-
-    def __init__(self, clock: AsyncioClock) -> None:
-        self._clock = clock
-        self._done = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-
-    def done(self) -> bool:
-        """True once a value or an error is there."""
-        return self._done
-
-    def set_result(self, value: Any) -> None:
-        """Deliver the value; no-op when done."""
-        self._clock.in_loop(self._settle, value, None)
-
-    def set_exception(self, error: BaseException) -> None:
-        """Deliver an error; no-op when done. An error that nobody waits for is not reported."""
-        self._clock.in_loop(self._settle, None, error)
-
-    def result(self) -> Any:
-        """The value, or the error raised. RuntimeError while pending."""
-        if not self._done:
-            raise RuntimeError("future has no result yet: wait for it with clock.wait(future, deadline_ns)")
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _settle(self, value: Any, error: BaseException | None) -> None:
-        if self._done:
-            return
-        self._done, self._value, self._error = True, value, error
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            _wake(waiter)
 
 
 class AsyncioTask:
@@ -142,7 +98,7 @@ class AsyncioClock:
 
     def future(self) -> AsyncioFuture:
         """A new pending future. Only tasks of this clock's loop may wait for it; any thread may set it."""
-        return AsyncioFuture(self)
+        return AsyncioFuture(self.in_loop)
 
     async def wait(self, future: AsyncioFuture, deadline_ns: int | None) -> Any:
         """See ``reference.clock.Clock.wait``."""
@@ -279,9 +235,7 @@ class AsyncioClock:
         waiter = self.loop.create_future()
         waiters.append(waiter)
         timer = (
-            None
-            if deadline_ns is None
-            else Timer(self.loop, self._now_ns, deadline_ns, lambda: _wake(waiter))
+            None if deadline_ns is None else Timer(self.loop, self._now_ns, deadline_ns, lambda: wake(waiter))
         )
         try:
             await waiter
@@ -312,7 +266,7 @@ class AsyncioClock:
 
     def _turn(self) -> None:
         if self._turned is not None:
-            _wake(self._turned)
+            wake(self._turned)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -320,11 +274,6 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _bury(task: AsyncioTask) -> None:

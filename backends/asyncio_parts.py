@@ -1,4 +1,4 @@
-"""Two parts of the asyncio clock: the fence around a rank's coroutines, and timers that are never early."""
+"""Parts of the asyncio clock: futures, the fence around a rank's coroutines, timers that are never early."""
 
 from __future__ import annotations
 
@@ -8,6 +8,53 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 _CLOSE_ATTEMPTS = 64
+
+
+class AsyncioFuture:
+    """A value that arrives once; implements ``reference.clock.Future``.
+
+    Any thread may call ``set_*``; from outside the running loop it takes effect in the loop's next turn.
+
+    Args:
+        in_loop: runs a callback in the loop of the clock that made the future.
+    """
+
+    __slots__ = ("_done", "_error", "_in_loop", "_value", "_waiters")
+
+    def __init__(self, in_loop: Callable[..., None]) -> None:
+        self._in_loop = in_loop
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def done(self) -> bool:
+        """True once a value or an error is there."""
+        return self._done
+
+    def set_result(self, value: Any) -> None:
+        """Deliver the value; no-op when done."""
+        self._in_loop(self._settle, value, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Deliver an error; no-op when done. An error that nobody waits for is not reported."""
+        self._in_loop(self._settle, None, error)
+
+    def result(self) -> Any:
+        """The value, or the error raised. RuntimeError while pending."""
+        if not self._done:
+            raise RuntimeError("future has no result yet: wait for it with clock.wait(future, deadline_ns)")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        if self._done:
+            return
+        self._done, self._value, self._error = True, value, error
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            wake(waiter)
 
 
 class Fence(collections.abc.Coroutine[Any, Any, Any]):
@@ -89,3 +136,9 @@ class Timer:
             self._arm()
         else:
             self._callback()
+
+
+def wake(waiter: asyncio.Future[None]) -> None:
+    """Let whoever awaits ``waiter`` go on; no-op when it is done or was cancelled."""
+    if not waiter.done():
+        waiter.set_result(None)
