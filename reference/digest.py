@@ -10,7 +10,7 @@ and after a change only the changed elements need be read. ``docs/wire.md`` show
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -94,24 +94,20 @@ def digest_rows(tensor_key: int, bits: Tensor, bases: Tensor, rows: Tensor | Non
         bases: int64 (n,) flat position of each hashed row's first element.
         rows: int64 (n,) which rows of ``bits`` are hashed; None for all of them, in order.
     """
-    width = bits.shape[1]
     if bits.numel() == 0 or bases.numel() == 0:
         return 0
-    on_host = bits.device.type == "cpu"
+    width = bits.shape[1]
     columns_at_once = min(width, _CHUNK)
     rows_at_once = max(1, _CHUNK // columns_at_once)
+    on_host = bits.device.type == "cpu"
     total = 0
     for left in range(0, width, columns_at_once):
         strip = bits[:, left : left + columns_at_once]
         columns = torch.arange(left, left + strip.shape[1], device=bits.device)
+        block_sum = (_numpy_block if on_host else _torch_block)(tensor_key, strip, columns)
         for top in range(0, bases.numel(), rows_at_once):
             taken = slice(top, top + rows_at_once)
-            block = strip[taken] if rows is None else strip[rows[taken]]
-            base = bases[taken].to(torch.int64)
-            if on_host:
-                total += _block_sum(tensor_key, base.numpy(), columns.numpy(), block.numpy())
-            else:
-                total += int(element_hash(tensor_key, base[:, None] + columns[None, :], block).sum())
+            total += block_sum(bases[taken], taken if rows is None else rows[taken])
     return wrap(total)
 
 
@@ -131,23 +127,30 @@ def combine(shares: Iterable[int]) -> int:
     return wrap(sum(shares))
 
 
-def owned_digest(row_map: RowMap, metas: Sequence[ParamMeta], tensor: Tensor) -> int:
+class OwnedDigest:
     """Share of the digest that one runtime parameter tells: the rows it owns, in checkpoint coordinates.
 
     Args:
         row_map: the parameter's map.
         metas: the plan's checkpoint tensors, by number.
-        tensor: the parameter, or a copy of it, of the map's dtype and shape.
     """
-    if tensor.numel() == 0:
-        return 0
-    bits = int_view(tensor).view(-1, row_map.width)
-    shares = []
-    for output, number in enumerate(row_map.outputs):
-        local, rows = row_map.local_rows(output, owned_only=True)
-        bases = rows * row_map.full_widths[output] + row_map.column
-        shares.append(digest_rows(key(metas[number]), bits, bases, local))
-    return combine(shares)
+
+    def __init__(self, row_map: RowMap, metas: Sequence[ParamMeta]) -> None:
+        self._width = row_map.width
+        self._tables: list[tuple[int, Tensor, Tensor | None]] = []
+        for output, number in enumerate(row_map.outputs):
+            local, rows = row_map.local_rows(output, owned_only=True)
+            bases = rows * row_map.full_widths[output] + row_map.column
+            every = local.numel() == row_map.tensor.numel() and bool((local[1:] > local[:-1]).all())
+            if bases.numel() and self._width:
+                self._tables.append((key(metas[number]), bases, None if every else local))
+
+    def of(self, tensor: Tensor) -> int:
+        """The share of ``tensor``: the parameter, or a copy of it, of the map's dtype and shape."""
+        bits = int_view(tensor).view(-1, self._width) if self._tables else None
+        return combine(
+            digest_rows(k, bits, bases, local) for k, bases, local in self._tables if bits is not None
+        )
 
 
 def _unsigned(bits: Integers) -> Integers:
@@ -169,10 +172,21 @@ def _finalise(hashed: Integers) -> Integers:
     return hashed
 
 
-def _block_sum(tensor_key: int, bases: Integers, columns: Integers, block: Integers) -> int:
-    starts = _spread(bases) + np.uint64(tensor_key & ((1 << 64) - 1))
-    hashed = _unsigned(block).astype(np.uint64)
-    hashed *= np.uint64(BITS)
-    hashed += starts[:, None]
-    hashed += _spread(columns)[None, :]
-    return int(_finalise(hashed).sum(dtype=np.uint64))
+def _numpy_block(tensor_key: int, strip: Tensor, columns: Tensor) -> Callable[[Tensor, Tensor | slice], int]:
+    bits = _unsigned(strip.numpy())
+    spread = _spread(columns.numpy()) + np.uint64(tensor_key & ((1 << 64) - 1))
+
+    def block_sum(bases: Tensor, rows: Tensor | slice) -> int:
+        hashed = bits[rows if isinstance(rows, slice) else rows.numpy()].astype(np.uint64)
+        hashed *= np.uint64(BITS)
+        hashed += _spread(bases.numpy())[:, None]
+        hashed += spread
+        return int(_finalise(hashed).sum(dtype=np.uint64))
+
+    return block_sum
+
+
+def _torch_block(tensor_key: int, strip: Tensor, columns: Tensor) -> Callable[[Tensor, Tensor | slice], int]:
+    return lambda bases, rows: int(
+        element_hash(tensor_key, bases[:, None].to(torch.int64) + columns, strip[rows]).sum()
+    )

@@ -156,20 +156,26 @@ class TransferPlan:
         """Where trainer ``rank`` holds its elements of a piece: one entry per runtime parameter that feeds
         it.
         """
-        window = self.pieces[piece]
-        found = (
-            owned_rows(self.maps[rank][row], output, window) for row, output in self._feeds[window.tensor]
+        return self._rows[rank][piece]
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[tuple[OwnedRows, ...], ...], ...]:
+        """[rank][piece]."""
+        return tuple(
+            tuple(
+                tuple(
+                    found
+                    for row, output in self._feeds[piece.tensor]
+                    if (found := owned_rows(rows[row], output, piece)) is not None
+                )
+                for piece in self.pieces
+            )
+            for rows in self.maps
         )
-        return tuple(rows for rows in found if rows is not None)
 
     @cached_property
     def _owned(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(
-                sum(rows.numel for rows in self.owned_rows(rank, piece)) for piece in range(len(self.pieces))
-            )
-            for rank in range(len(self.maps))
-        )
+        return tuple(tuple(sum(one.numel for one in found) for found in pieces) for pieces in self._rows)
 
     @cached_property
     def _feeds(self) -> tuple[tuple[tuple[int, int], ...], ...]:

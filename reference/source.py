@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
 from weightsync.reference.delta import changed
-from weightsync.reference.digest import combine, digest_sum, key, owned_digest
+from weightsync.reference.digest import OwnedDigest, combine, digest_sum, key
 from weightsync.reference.encoding import as_bytes, padded, write_section
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
@@ -90,6 +90,7 @@ class Source:
         for row_map in self._maps:
             _check_param(row_map, params)
         self._slots = SnapshotSlots({row_map.name: row_map.dtype for row_map in self._maps})
+        self._tables = {row_map.name: OwnedDigest(row_map, plan.tensors) for row_map in self._maps}
         self._digests: dict[int, int] = {}
         self._changes: dict[int, Changes] = {}
         self._joined: tuple[GatherGroup, tuple[Tensor, ...], Joined] | None = None
@@ -143,9 +144,9 @@ class Source:
                 self._digests[slot] = combine([self._digests[changes.base], changes.digest_change])
                 return self._digests[slot]
             half = len(self._maps) // 2
-            shares = [self._share(row_map, tensors) for row_map in self._maps[:half]]
+            shares = [self._tables[one.name].of(tensors[one.name]) for one in self._maps[:half]]
             yield Touched(sum(tensor.nbytes for tensor in tensors.values()), reads)
-            shares += [self._share(row_map, tensors) for row_map in self._maps[half:]]
+            shares += [self._tables[one.name].of(tensors[one.name]) for one in self._maps[half:]]
             self._digests[slot] = combine(shares)
         else:
             yield Touched(0, reads)
@@ -221,9 +222,6 @@ class Source:
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
         return found == expected
-
-    def _share(self, row_map: RowMap, tensors: Mapping[str, Tensor]) -> int:
-        return owned_digest(row_map, self.plan.tensors, tensors[row_map.name])
 
     def _itemsize(self, piece: int) -> int:
         return self.plan.tensors[self.plan.pieces[piece].tensor].itemsize

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range, read_abort, read_end, unpack
 from weightsync.reference.delta import Cells, UndoLog
-from weightsync.reference.digest import combine, owned_digest
+from weightsync.reference.digest import OwnedDigest, combine
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.progress import Progress
@@ -51,7 +52,7 @@ class Decoded:
         return sum(one.spec.count for one in self.ranges)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Holder:
     """One storage of this rank that holds some of one checkpoint tensor.
 
@@ -66,6 +67,11 @@ class Holder:
     row_map: RowMap
     output: int
     weight: Tensor
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The local rows that it holds, and which checkpoint rows they are, ascending."""
+        return self.row_map.local_rows(self.output, owned_only=False)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,15 +109,15 @@ class Target:
         self.tensors = tuple(tensors)
         self.weights = dict(weights)
         self._holders: dict[int, list[Holder]] = {}
-        self._digested: list[tuple[RowMap, Tensor]] = []
-        self._copies: list[tuple[RowMap, Tensor, Tensor]] = []
+        self._digested: list[tuple[OwnedDigest, Tensor]] = []
+        self._copies: list[tuple[OwnedDigest, Tensor, Tensor]] = []
         self._log = UndoLog()
         self._progress = Progress(self.tensors)
         aliases = dict(aliases or {})
         seen: set[tuple[int, int]] = set()
         for name, row_map in maps.items():
             if name not in aliases:
-                self._digested.append((row_map, self._hold(name, row_map, seen)))
+                self._digested.append((OwnedDigest(row_map, self.tensors), self._hold(name, row_map, seen)))
         for name, tied_to in aliases.items():
             if tied_to not in maps:
                 raise PlanMismatch(
@@ -120,7 +126,8 @@ class Target:
                 )
             if name in self.weights and _storage(self.weights[name]) not in seen:
                 row_map = maps.get(name, maps[tied_to])
-                self._copies.append((row_map, self._hold(name, row_map, seen), self.weights[tied_to]))
+                copy = self._hold(name, row_map, seen)
+                self._copies.append((OwnedDigest(row_map, self.tensors), copy, self.weights[tied_to]))
         self.unsent = tuple(name for name in self.weights if name not in maps and name not in aliases)
         """Names of weights that no update reaches."""
 
@@ -206,13 +213,10 @@ class Target:
     def digest(self) -> Step[int]:
         """This rank's share of the digest: the rows it owns, read now, in checkpoint coordinates."""
         half = len(self._digested) // 2
-        shares = [owned_digest(row_map, self.tensors, weight) for row_map, weight in self._digested[:half]]
-        total = sum(weight.nbytes for _, weight in self._digested)
-        yield Touched(total, reads=(WEIGHTS,))
-        shares += [owned_digest(row_map, self.tensors, weight) for row_map, weight in self._digested[half:]]
-        for row_map, copy, tied_to in self._copies:
-            differs = owned_digest(row_map, self.tensors, copy) - owned_digest(row_map, self.tensors, tied_to)
-            shares.append(3 * differs)
+        shares = [table.of(weight) for table, weight in self._digested[:half]]
+        yield Touched(sum(weight.nbytes for _, weight in self._digested), reads=(WEIGHTS,))
+        shares += [table.of(weight) for table, weight in self._digested[half:]]
+        shares += [3 * (table.of(copy) - table.of(tied_to)) for table, copy, tied_to in self._copies]
         return combine(shares)
 
     def same_digest(self, found: int, expected: int) -> bool:
@@ -268,7 +272,7 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
     if first >= last or row_map.width == 0:
         return [_by_position(holder, torch.arange(base, end), bits)]
     head, tail = first * full_width - base, last * full_width - base
-    local, rows = row_map.local_rows(holder.output, owned_only=False)
+    local, rows = holder.rows
     low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
     columns = slice(row_map.column, row_map.column + row_map.width)
     values = bits[head:tail].view(-1, full_width)[rows[low:high] - first, columns]

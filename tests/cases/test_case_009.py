@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from weightsync.reference.params import fresh_copy, int_view, same_bits
+from weightsync.reference.delta import SparsePatch, apply
+from weightsync.reference.params import ParamMeta, fresh_copy, int_view, same_bits
 from weightsync.testing.strategies import tensors
 
 
@@ -36,3 +37,12 @@ def test_a_snapshot_is_contiguous_where_empty_like_would_not_be(tensor: Tensor) 
     snapshot = fresh_copy(tensor)
     assert snapshot.is_contiguous()
     assert same_bits(snapshot, tensor)
+
+
+def test_a_patch_of_strided_views_writes_the_elements_it_names() -> None:
+    """Fault case 009: also into a target that is strided itself."""
+    positions = torch.tensor([0, 1, 2, 3], dtype=torch.int32)[::2]
+    values = torch.tensor([10, 11, 12, 13], dtype=torch.bfloat16)[::2]
+    for target in (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)[::2]):
+        apply(SparsePatch(ParamMeta.of("w", target), positions, values), target)
+        assert target.tolist() == [10, 0, 12, 0]

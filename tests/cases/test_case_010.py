@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from weightsync.reference.delta import diff
+from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.params import ParamMeta, TPAttributes, fresh_copy, int_view, read
 
 OLD = [1.0, 1.0, 0.0078125]
@@ -38,3 +41,16 @@ def test_metadata_and_bits_come_from_the_same_cast_copy() -> None:
     assert (meta.dtype, meta.itemsize) == (torch.bfloat16, 2)
     assert int_view(sent).view(torch.uint8).numel() == meta.nbytes == 6
     assert dict(read(sent).values) == {"partition_dim": 0}
+
+
+def test_a_diff_before_the_cast_is_refused() -> None:
+    """Fault case 010: in float32 it would name three elements of a tensor that travels as bfloat16."""
+    old, new = masters()
+    meta = ParamMeta("w", WIRE, (3,))
+    with pytest.raises(
+        PatchMismatch, match=r"'w' came to the diff as torch\.float32 .*, expected torch\.bfloat16"
+    ):
+        diff(meta, new, old)
+    patch = diff(meta, fresh_copy(new, dtype=WIRE), fresh_copy(old, dtype=WIRE))
+    assert (patch.positions.tolist(), patch.values.tolist()) == ([1], [1.0078125])
+    assert patch.values.nbytes == 2

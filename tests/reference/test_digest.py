@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weightsync.reference.digest import (
+    OwnedDigest,
     combine,
     digest_rows,
     digest_sum,
     element_hash,
     element_hash_numpy,
     key,
-    owned_digest,
     state_digest,
     tensor_digest,
     wrap,
@@ -99,7 +99,7 @@ def test_shares_of_ranks_add_up_to_the_dense_digest(param: ShardedParam) -> None
     shares = []
     for rank, shard in enumerate(param.shards):
         one = row_map(plain(meta), "w", layout.attributes, rank, layout.world, {"x": 0})
-        shares.append(owned_digest(one, [meta], shard))
+        shares.append(OwnedDigest(one, [meta]).of(shard))
     assert combine(shares) == tensor_digest(meta, param.full) == state_digest([(meta, param.full)])
 
 
