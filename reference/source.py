@@ -92,7 +92,7 @@ class Source:
         self._slots = SnapshotSlots({row_map.name: row_map.dtype for row_map in self._maps})
         self._tables = {row_map.name: OwnedDigest(row_map, plan.tensors) for row_map in self._maps}
         self._digests: dict[int, int] = {}
-        self._changes: dict[int, Changes] = {}
+        self._steps: dict[int, tuple[int, int]] = {}
         self._joined: tuple[GatherGroup, tuple[Tensor, ...], Joined] | None = None
 
     def snapshot(self, slot: int) -> Step[Held]:
@@ -101,7 +101,7 @@ class Source:
         The caller may mutate the parameters once the step is done. See ``SnapshotSlots.write``.
         """
         self._digests.pop(slot, None)
-        self._changes = {s: c for s, c in self._changes.items() if slot not in (s, c.base)}
+        self._steps = {new: step for new, step in self._steps.items() if slot not in (new, step[0])}
         nbytes = yield from self._slots.write(slot, self.params)
         return Held(slot, nbytes)
 
@@ -130,26 +130,28 @@ class Source:
         for row_map in self._maps[half:]:
             _collect(row_map, new[row_map.name], old[row_map.name], found)
         changes = self._in_pieces(slot, base, found)
-        self._changes[slot] = changes
+        self._steps[slot] = (base, changes.digest_change)
         return changes
 
-    def digest(self, slot: int) -> Step[int]:
-        """This rank's share of the digest of ``slot``; O(changed) when that of the diffed base is known."""
+    def digest(self, slot: int, *, afresh: bool = False) -> Step[int]:
+        """This rank's share of the digest of ``slot``; O(changed) when that of the diffed base is known.
+
+        What is derived from a diff cannot show that the diff missed a change: ``afresh`` reads every element.
+        """
         tensors = self._slots.tensors(slot)
         reads = (f"slot{slot}",)
-        if slot not in self._digests:
-            changes = self._changes.get(slot)
-            if changes is not None and changes.base in self._digests:
-                yield Touched(0, reads)
-                self._digests[slot] = combine([self._digests[changes.base], changes.digest_change])
-                return self._digests[slot]
+        base, step = self._steps.get(slot, (None, 0))
+        if slot in self._digests and not afresh:
+            yield Touched(0, reads)
+        elif base in self._digests and not afresh:
+            yield Touched(0, reads)
+            self._digests[slot] = combine([self._digests[base], step])
+        else:
             half = len(self._maps) // 2
             shares = [self._tables[one.name].of(tensors[one.name]) for one in self._maps[:half]]
             yield Touched(sum(tensor.nbytes for tensor in tensors.values()), reads)
             shares += [self._tables[one.name].of(tensors[one.name]) for one in self._maps[half:]]
             self._digests[slot] = combine(shares)
-        else:
-            yield Touched(0, reads)
         return self._digests[slot]
 
     def part(self, slot: int, changes: Changes | None, group: GatherGroup) -> Step[Part]:

@@ -181,6 +181,15 @@ def test_positions_pass_exactly_when_they_continue_within_bounds(
             check_positions("w", 10, found, base=base, after=after)
 
 
+@pytest.mark.parametrize(
+    ("positions", "base", "after"), [([-1, 2], 3, -1), ([7], 3, -1), ([0], 3, 3), ([2, 2], 0, -1)], ids=str
+)
+def test_positions_are_held_to_their_base(positions: list[int], base: int, after: int) -> None:
+    """Before the base, beyond the end, at the last position already named, twice."""
+    with pytest.raises(PatchMismatch, match="patch for 'w' names position"):
+        check_positions("w", 10, torch.tensor(positions, dtype=torch.int32), base=base, after=after)
+
+
 @st.composite
 def overwrites(draw: st.DrawFn) -> tuple[Tensor, list[tuple[list[int], int]]]:
     """A target and writes to it, (positions, bits), which may hit one element again and again."""

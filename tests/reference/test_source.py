@@ -160,6 +160,22 @@ def test_a_new_snapshot_forgets_the_digest_of_its_slot() -> None:
     assert run(source.digest(1)) == first
 
 
+def test_a_digest_afresh_shows_what_a_diff_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = two_ranks(A)
+    source = sides.sources[0]
+    for each in sides.sources:
+        run(each.snapshot(0))
+    run(source.digest(0))
+    sides.train([[(0, 1)]])
+    run(source.snapshot(1))
+    monkeypatch.setattr(
+        "weightsync.reference.source.changed", lambda new, old: torch.empty(0, dtype=torch.int64)
+    )
+    assert run(source.diff(1, 0)).nnz == 0
+    assert run(source.digest(1)) == run(source.digest(0))
+    assert run(source.digest(1, afresh=True)) != run(source.digest(0))
+
+
 def test_steps_say_what_they_touch_at_their_pause() -> None:
     sides = two_ranks(A)
     changed_by(sides, [[(0, 1)]])
