@@ -66,6 +66,9 @@ class CommonVerbs(Protocol):
     def now_ns(self) -> int:
         """Time of this rank's clock, int ns; only differences of one rank's times mean anything."""
 
+    def is_lost(self, rank: RankId) -> bool:
+        """True while the lease of ``rank`` is over, as far as this rank knows."""
+
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """A task of this rank, running. Whoever spawns joins or cancels it; its error reaches the joiner."""
 
@@ -144,7 +147,10 @@ class RolloutVerbs(CommonVerbs, Protocol):
     """What a rollout rank is asked for."""
 
     async def serve(self, deadline_ns: int | None, watch: RankId) -> Request:
-        """[idle] The oldest waiting request. Raises DeadlineExceeded, PeerLost once ``watch`` is gone."""
+        """[idle] The oldest waiting request; one whose serving failed is the next one again.
+
+        Raises DeadlineExceeded, PeerLost once ``watch`` is gone and no request waits.
+        """
 
     async def reply(
         self,
