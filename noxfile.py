@@ -96,7 +96,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def examples(session: nox.Session) -> None:
     """README's first command in a fresh copy, then every snippet of README and docs in what it installed."""
-    copy = Path(session.create_tmp()) / "copy"
+    copy = Path(session.create_tmp()).resolve() / "copy"
     shutil.rmtree(copy, ignore_errors=True)
     copy_tree(session, copy)
     command = re.findall(r"^```sh\n(.+)\n```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)[0]
