@@ -179,7 +179,7 @@ class Control:
         self._send(peer, op, body, None, None)
 
     async def serve(self, deadline_ns: int | None, watch: str | None) -> Request:
-        """The next request, oldest first.
+        """The next request, oldest first; ``unserve`` gives it back.
 
         Raises DeadlineExceeded at ``deadline_ns``, and PeerLost once ``watch``'s lease is over and no request waits.
         """
@@ -192,6 +192,10 @@ class Control:
             except TimeoutError:
                 raise DeadlineExceeded("serve") from None
         return self._requests.popleft()
+
+    def unserve(self, request: Request) -> None:
+        """Put a served request back as the oldest: whoever served it failed before looking at it."""
+        self._requests.appendleft(request)
 
     def reply(
         self, request: Request, body: Mapping[str, Any] | None = None, *, error: str | None = None, lost: str | None = None

@@ -163,8 +163,22 @@ class Verbs:
         await self.verb("post", effect)
 
     async def serve(self, deadline_ns: int | None, watch: RankId) -> Request:
-        """The next request; DeadlineExceeded, or PeerLost once ``watch`` is gone. Rollout."""
-        return await self.verb("serve", lambda: self.control.serve(deadline_ns, str(watch)))
+        """The next request; DeadlineExceeded, or PeerLost once ``watch`` is gone. Rollout.
+
+        A request whose serving fails is not lost: it is the next one again.
+        """
+        taken: list[Request] = []
+
+        async def effect() -> Request:
+            taken.append(await self.control.serve(deadline_ns, str(watch)))
+            return taken[0]
+
+        try:
+            return await self.verb("serve", effect)
+        except BaseException:
+            for request in taken:
+                self.control.unserve(request)
+            raise
 
     async def reply(
         self, request: Request, body: Mapping[str, Any] | None = None, *, error: str | None = None, lost: str | None = None
@@ -188,6 +202,10 @@ class Verbs:
     def now_ns(self) -> int:
         """This rank's clock."""
         return self.clock.now_ns()
+
+    def is_lost(self, rank: RankId) -> bool:
+        """True while the lease of ``rank`` is over, as far as this rank knows. Both sides; not an await."""
+        return self.control.is_lost(str(rank))
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """Start a task of this rank; join or cancel it. Not an await, so no fault can hit it."""

@@ -154,10 +154,8 @@ class Rollout:
         for rank, report in zip(self.followers, reports, strict=True):
             self.highest = max(self.highest, report["highest"])
             if report["dirty"] is not None or report["version"] != self.version:
-                self.dirty = self.dirty or f"{rank} holds version {report['version']} ({report['dirty'] or 'clean'})"
+                await self.spoil(f"{rank} holds version {report['version']} ({report['dirty'] or 'clean'})")
         digest = await self.verbs.digest()
-        if self.dirty is not None:
-            await self.pause()
         if self.leader and self.dirty is None and not self.resumed:
             await self.resume()
         return {
@@ -361,15 +359,13 @@ class Rollout:
         calls = [self.fanout.ask_often(rank, "rollback", body, deadline_ns) for rank in self.followers]
         for rank, reply in zip(self.followers, await self.fanout.settle(calls, deadline_ns), strict=True):
             if isinstance(reply, Exception):
-                self.dirty = self.dirty or f"{rank} did not roll version {update.version} back: {reply}"
+                await self.spoil(f"{rank} did not roll version {update.version} back: {reply}")
                 self.lost = reply.peer if isinstance(reply, PeerLost) else self.lost
         if not await self.roll_back(update):
-            self.dirty = self.dirty or f"version {update.version} could not be rolled back after: {reason}"
+            await self.spoil(f"version {update.version} could not be rolled back after: {reason}")
         update.ended = True
         self.update = None
-        if self.dirty is not None:
-            await self.fanout.quietly(self.pause, tries=1)
-        elif self.leader and not self.resumed:
+        if self.leader and self.dirty is None and not self.resumed:
             await self.fanout.quietly(self.resume, tries=1)
 
     async def roll_back(self, update: Receiving) -> bool:
@@ -412,6 +408,11 @@ class Rollout:
         """A full update cannot be undone: from its first byte until its commit this rank is dirty."""
         if update.kind == FULL:
             self.dirty = f"full update {update.version} is not committed"
+
+    async def spoil(self, reason: str) -> None:
+        """From here on these weights may be none of a version's: pause, then say so; the first reason stays."""
+        await self.fanout.quietly(self.pause, tries=1)
+        self.dirty = self.dirty or reason
 
     async def pause(self) -> None:
         """Stop generating on all ranks; the leader's."""

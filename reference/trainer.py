@@ -211,13 +211,14 @@ class Trainer:
     # ---- the lead's part of each stage -----------------------------------------------------------------------
 
     async def _find_members(self, deadline_ns: int) -> Mapping[str, Any]:
+        gone = self._find_lost()
         absent = [r for n, r in self.rollouts.items() if n not in self.members and n not in self.gone]
-        gone: dict[str, str] = {}
-        if self.members and not await self._anyone_back(absent, deadline_ns):
+        complete = bool(self.members) and not any(str(number) in gone for number in self.members)
+        if complete and not await self._anyone_back(absent, deadline_ns):
             return {"epoch": self.epoch, "highest": self.highest, "gone": gone}
         epoch, reports = self.epoch + 1, {}
         body = {"epoch": epoch, "fingerprint": self.plan.fingerprint, "update": self.updates}
-        candidates = [r for n, r in self.rollouts.items() if n not in self.gone]
+        candidates = [r for n, r in self.rollouts.items() if n not in self.gone and str(n) not in gone]
         calls = [self.fanout.ask(rollout.leader, "hello", body, deadline_ns) for rollout in candidates]
         for rollout, reply in zip(candidates, await self.fanout.settle(calls, deadline_ns), strict=True):
             if isinstance(reply, Mapping):
@@ -236,6 +237,17 @@ class Trainer:
         return {
             "epoch": epoch, "highest": highest, "members": list(reports), "behind": behind, "slot": slot, "gone": gone,
         }  # fmt: skip
+
+    def _find_lost(self) -> dict[str, str]:
+        """Numbers of rollouts with a rank whose lease ended since they took part, and why."""
+        gone: dict[str, str] = {}
+        for number, rollout in self.rollouts.items():
+            for rank in rollout.ranks:
+                if number not in self.gone and self.verbs.is_lost(rank):
+                    if self.settings.on_rollout_loss == "fail":
+                        raise PeerLost(str(rank), "connect")
+                    gone[str(number)] = f"{rank} was lost"
+        return gone
 
     async def _anyone_back(self, absent: Sequence[RolloutRef], deadline_ns: int) -> bool:
         calls = [self.fanout.ask(rollout.leader, "status", {}, deadline_ns) for rollout in absent]

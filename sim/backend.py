@@ -84,7 +84,7 @@ class SimCluster:
             return
         nbytes = sum(_wire_bytes(payload) for payload in meeting.payloads.values())
         carried = self.net.transfer([self.link], nbytes)
-        carried.add(_Callback(lambda: rendezvous.done(meeting)))
+        carried.on_done(lambda: rendezvous.done(meeting))
 
 
 class SimMail:
@@ -140,20 +140,22 @@ class SimEngine:
     Args:
         cluster: where it runs.
         ranks: the rollout's ranks, leader first.
-        on_resume: called when requests may read again, before they do.
+        on_change: called when requests are about to read again, and when they have read for the last time.
     """
 
     def __init__(
-        self, cluster: SimCluster, ranks: Sequence[RankId], on_resume: Callable[[], None] | None = None
+        self, cluster: SimCluster, ranks: Sequence[RankId], on_change: Callable[[], None] | None = None
     ) -> None:
         self.cluster = cluster
         self.ranks = tuple(ranks)
-        self.on_resume = on_resume
+        self.on_change = on_change
         self._reading: dict[str, Interval] = {}
 
     async def pause(self) -> None:
         """Return once the requests in flight are drained; no-op when paused."""
         await self._spend("pause")
+        if self._reading and self.on_change is not None:
+            self.on_change()
         for interval in self._reading.values():
             self.cluster.ledger.end(interval)
         self._reading = {}
@@ -163,8 +165,8 @@ class SimEngine:
         await self._spend("resume")
         if self._reading:
             return
-        if self.on_resume is not None:
-            self.on_resume()
+        if self.on_change is not None:
+            self.on_change()
         for rank in self.ranks:
             if self.cluster.alive(str(rank)):
                 touched = Touched(0, reads=("weights",))
@@ -179,13 +181,6 @@ class SimEngine:
     async def _spend(self, verb: str) -> None:
         clock = self.cluster.clocks[str(self.ranks[0])]
         await clock.sleep_until(clock.now_ns() + cost_ns(verb, 0, self.cluster.profile))
-
-
-class _Callback:
-    """Calls a function when a simulated future is done."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.wake = function
 
 
 def _finish(step: Step[T]) -> T:

@@ -22,8 +22,9 @@ class Fault:
     Attributes:
         rank: name of the rank it hits.
         index: which of the rank's awaits it hits, counted from 1 in the order in which they begin.
-        kind: ``kill`` freezes the rank; ``stall`` delays the verb (a post: its message) beyond the update's
-            deadline but not the lease; ``fail`` raises before the verb took effect, ``fail-after`` after it did.
+        kind: ``kill`` freezes the rank; ``stall`` delays the verb beyond the update's deadline but not the lease
+            (a post returns, and its message comes late); ``fail`` raises before the verb took effect,
+            ``fail-after`` after it did.
     """
 
     rank: str
@@ -40,8 +41,11 @@ class Effects(Protocol):
     async def kill(self, rank: str) -> None:
         """Never returns: the rank does nothing any more, not even its ``finally`` blocks."""
 
-    async def stall(self, rank: str, verb: str) -> None:
+    async def stall(self, rank: str, verb: str, index: int) -> None:
         """Returns late, or makes the verb's message late."""
+
+    def now_ns(self) -> int:
+        """When a fault happens, on the clock of the run."""
 
 
 @dataclass
@@ -51,11 +55,13 @@ class FaultPlan:
     Attributes:
         faults: what is planned.
         hit: the faults that happened, with the verb that each one hit.
+        times_ns: when they happened, in the same order.
     """
 
     faults: Sequence[Fault] = ()
     armed: bool = True
     hit: list[tuple[Fault, str]] = field(default_factory=list)
+    times_ns: list[int] = field(default_factory=list)
 
     def disarm(self) -> None:
         """From here on no fault happens."""
@@ -82,11 +88,11 @@ class FaultHooks:
         ordinal = len(self.verbs)
         fault = self._fault(ordinal)
         if fault is not None and fault.kind != "fail-after":
-            self.plan.hit.append((fault, verb))
+            self._note(fault, verb)
             if fault.kind == "kill":
                 await self.effects.kill(self.rank)
             elif fault.kind == "stall":
-                await self.effects.stall(self.rank, verb)
+                await self.effects.stall(self.rank, verb, ordinal)
             else:
                 raise InjectedFault(f"{self.rank} {verb}, before it took effect")
         return ordinal
@@ -95,8 +101,12 @@ class FaultHooks:
         """Fail a verb that took effect, as planned."""
         fault = self._fault(ordinal)
         if fault is not None and fault.kind == "fail-after":
-            self.plan.hit.append((fault, verb))
+            self._note(fault, verb)
             raise InjectedFault(f"{self.rank} {verb}, after it took effect")
+
+    def _note(self, fault: Fault, verb: str) -> None:
+        self.plan.hit.append((fault, verb))
+        self.plan.times_ns.append(self.effects.now_ns())
 
     def _fault(self, ordinal: int) -> Fault | None:
         return self._planned.get(ordinal) if self.plan.armed else None
@@ -110,20 +120,30 @@ def exhaustive(awaits: Mapping[str, int], kinds: Sequence[FaultKind] = KINDS) ->
                 yield (Fault(rank, index, kind),)
 
 
-def drawn(awaits: Mapping[str, int], seed: int, most: int = 2) -> tuple[Fault, ...]:
-    """One to ``most`` faults drawn from ``seed``, at most one kill among them; equal seeds draw equal faults."""
+NEAR = (1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 13)
+"""How many awaits after the first fault the second one falls into its clean-up, the likely ones repeated."""
+
+
+def drawn(awaits: Mapping[str, int], seed: int) -> tuple[Fault, ...]:
+    """Two faults drawn from ``seed``, seldom one; at most one kill. Equal seeds draw equal faults.
+
+    Clean-up code runs only after a fault, so the second one mostly falls a few awaits after the first: on the
+    same rank, or on another at about the same progress.
+    """
     stream = random.Random(f"{seed}/faults")
     ranks = sorted(awaits)
-    found: dict[tuple[str, int], Fault] = {}
-    for number in range(most):
-        rank = stream.choice(ranks)
-        killed = any(fault.kind == "kill" for fault in found.values())
-        kind = stream.choice([kind for kind in KINDS if not (killed and kind == "kill")])
-        index = stream.randint(1, max(1, awaits[rank] * 5 // 4))
-        found[rank, index] = Fault(rank, index, kind)
-        if number == 0 and most > 1 and stream.random() < 0.1:
-            break
-    return tuple(sorted(found.values()))
+    rank = stream.choice(ranks)
+    first = Fault(rank, stream.randint(1, awaits[rank]), stream.choice(KINDS))
+    if stream.random() < 0.1:
+        return (first,)
+    near = stream.random() < 0.8
+    other = rank if near and stream.random() < 0.6 else stream.choice(ranks)
+    index = stream.randint(1, awaits[other] * 5 // 4)
+    if near:
+        index = first.index * awaits[other] // awaits[rank] + stream.choice(NEAR)
+    kinds = [kind for kind in KINDS if kind != "kill" or first.kind != "kill"]
+    second = Fault(other, index, stream.choice(kinds))
+    return (first,) if (first.rank, first.index) == (other, index) else tuple(sorted((first, second)))
 
 
 def describe(faults: Sequence[Fault], hit: Sequence[tuple[Fault, Any]]) -> str:

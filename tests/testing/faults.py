@@ -103,10 +103,14 @@ class _SimEffects:
         self.cluster.kill(rank)
         await self.cluster.clocks[rank].wait(self.cluster.world.future(), None)
 
-    async def stall(self, rank: str, verb: str) -> None:
+    def now_ns(self) -> int:
+        return self.cluster.world.now_ns()
+
+    async def stall(self, rank: str, verb: str, index: int) -> None:
         clock = self.cluster.clocks[rank]
         if verb == "post":
-            self.cluster.controls[rank].transport.late_ns = STALL_NS  # type: ignore[attr-defined]
+            late_ns = (10 + 7 * index % 41) * MS
+            self.cluster.controls[rank].transport.late_ns = late_ns  # type: ignore[attr-defined]
         else:
             await clock.sleep_until(clock.now_ns() + STALL_NS)
 
@@ -139,6 +143,7 @@ class FaultRun:
         self.deployment = tiny_deployment()
         self.history = History(self.deployment, _memo())
         self.step = 0
+        self.times: list[tuple[int, int]] = []
         self.plan = FaultPlan(tuple(faults))
         self.report = Report(tuple(faults), hit=self.plan.hit)
         self.updates = updates
@@ -201,7 +206,7 @@ class FaultRun:
         self.targets[rank] = target
         engine = None
         if rank == ref.leader:
-            engine = SimEngine(self.cluster, ref.ranks, lambda: self._check_bits(ref, "when it resumed"))
+            engine = SimEngine(self.cluster, ref.ranks, lambda: self._check_bits(ref, "while it generates"))
             self.engines[ref.number] = engine
         verbs = self._verbs(rank, target, engine)
         return kind(verbs, self.deployment.plan.fingerprint, ref.ranks, self.deployment.trainers[0], self.settings)
@@ -219,7 +224,10 @@ class FaultRun:
                     await clock.sleep_until(QUIET_NS)
                     self.plan.disarm()
                 await self._optimize(trainer.verbs.me.rank, step)
+                began = clock.now_ns()
                 self.report.outcomes[name].append(await trainer.update())
+                if trainer.lead:
+                    self.times.append((began, clock.now_ns()))
         finally:
             await trainer.close()
 
@@ -260,6 +268,7 @@ class FaultRun:
             self._violated(f"version {version} was used twice")
         for race in self.cluster.ledger.races:
             self._violated(str(race))
+        self._check_quiet_updates()
         trainers_live = not any(name.startswith("trainer") for name in dead)
         for ref in self.deployment.rollouts:
             if all(str(rank) not in dead for rank in ref.ranks):
@@ -294,6 +303,21 @@ class FaultRun:
                 self._violated(f"{rank} ended at version {rollout.version} ({rollout.dirty or 'clean'}), not at {version}")
         if not self.engines[ref.number].generating:
             self._violated(f"rollout {ref.number} does not generate at the end")
+
+    def _check_quiet_updates(self) -> None:
+        """With failures only, an update that none of them falls into commits, and sends nothing whole in vain."""
+        if any(not fault.kind.startswith("fail") and verb != "post" for fault, verb in self.plan.hit):
+            return
+        holds: dict[int, bool] = {}
+        for (began, ended), outcome in zip(self.times, self.report.outcomes[str(self.trainers[0].verbs.me)], strict=True):
+            quiet = not any(began <= at <= ended for at in self.plan.times_ns)
+            if quiet and not outcome.committed:
+                self._violated(f"update {outcome.update}, into which no fault fell, did not commit: {outcome.reason}")
+            for number in outcome.full:
+                if holds.get(number, False):
+                    self._violated(f"update {outcome.update} was sent whole to rollout {number}, which held its base")
+            if outcome.committed:
+                holds = dict.fromkeys(outcome.members, True)
 
     def _violated(self, sentence: str) -> None:
         if sentence not in self.report.violations:
