@@ -80,7 +80,8 @@ class Verdict:
     def reason(self) -> str:
         """The reasons of those who voted no, and the names of those who did not vote."""
         said = [f"{name}: {vote.reason}" for name, vote in self.votes.items() if not vote.ok]
-        said += [f"{name} was lost" if name in self.lost else f"{name} gave no vote by the deadline" for name in self.missing]
+        for name in self.missing:
+            said.append(f"{name} was lost" if name in self.lost else f"{name} gave no vote by the deadline")
         return "; ".join(said)
 
 
@@ -198,13 +199,24 @@ class Control:
         self._requests.appendleft(request)
 
     def reply(
-        self, request: Request, body: Mapping[str, Any] | None = None, *, error: str | None = None, lost: str | None = None
+        self,
+        request: Request,
+        body: Mapping[str, Any] | None = None,
+        *,
+        error: str | None = None,
+        lost: str | None = None,
     ) -> None:
         """Answer a request with a body or an error text; nothing happens for a post."""
         if request.number is not None:
             self.transport.put(
                 request.source,
-                {"kind": "reply", "number": request.number, "body": dict(body or {}), "error": error, "lost": lost},
+                {
+                    "kind": "reply",
+                    "number": request.number,
+                    "body": dict(body or {}),
+                    "error": error,
+                    "lost": lost,
+                },
             )
 
     async def agree(
@@ -222,9 +234,8 @@ class Control:
         if leader == self.me:
             ballot.votes.setdefault(self.me, vote)
             return await self._decide(ballot, members, key, deadline_ns)
-        self.transport.put(
-            leader, {"kind": "vote", "key": key, "from": self.me, "ok": vote.ok, "reason": vote.reason, "data": dict(vote.data)}
-        )
+        said = {"ok": vote.ok, "reason": vote.reason, "data": dict(vote.data)}
+        self.transport.put(leader, {"kind": "vote", "key": key, "from": self.me, **said})
         while ballot.verdict is None:
             if self.is_lost(leader):
                 raise PeerLost(leader, f"agree {key!r}")
@@ -273,11 +284,11 @@ class Control:
             self._ballots[key] = _Ballot()
         return self._ballots[key]
 
-    def _send(self, peer: str, op: str, body: Mapping[str, Any], number: int | None, remaining_ns: int | None) -> None:
-        self.transport.put(
-            peer,
-            {"kind": "request", "from": self.me, "op": op, "body": dict(body), "number": number, "remaining_ns": remaining_ns},
-        )
+    def _send(
+        self, peer: str, op: str, body: Mapping[str, Any], number: int | None, remaining_ns: int | None
+    ) -> None:
+        asked = {"op": op, "body": dict(body), "number": number, "remaining_ns": remaining_ns}
+        self.transport.put(peer, {"kind": "request", "from": self.me, **asked})
 
     @staticmethod
     def _wake(future: Future | None) -> None:
@@ -286,8 +297,16 @@ class Control:
 
 
 def _verdict_message(key: str, verdict: Verdict) -> Message:
-    votes = {name: {"ok": v.ok, "reason": v.reason, "data": dict(v.data)} for name, v in verdict.votes.items()}
-    return {"kind": "verdict", "key": key, "votes": votes, "missing": list(verdict.missing), "lost": list(verdict.lost)}
+    votes = {
+        name: {"ok": v.ok, "reason": v.reason, "data": dict(v.data)} for name, v in verdict.votes.items()
+    }
+    return {
+        "kind": "verdict",
+        "key": key,
+        "votes": votes,
+        "missing": list(verdict.missing),
+        "lost": list(verdict.lost),
+    }
 
 
 def _verdict_from(message: Message) -> Verdict:

@@ -89,7 +89,9 @@ class Deployment:
     @cached_property
     def plan(self) -> TransferPlan:
         """The transfer plan, equal on every rank."""
-        return TransferPlan(self.tensors, tuple(tuple(maps.values()) for maps in self.trainer_maps), self.bucket_bytes)
+        return TransferPlan(
+            self.tensors, tuple(tuple(maps.values()) for maps in self.trainer_maps), self.bucket_bytes
+        )
 
     def rollout_maps(self, rank: RankId) -> dict[str, RowMap]:
         """Runtime name -> map of one rollout rank."""
@@ -113,11 +115,15 @@ class Deployment:
     def weights(self, rank: RankId, checkpoint: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a rollout rank holds of ``checkpoint``, by runtime name: new storage."""
         maps = self.rollout_maps(rank)
-        return {name: local_tensor(row_map, self._outputs(row_map, checkpoint)) for name, row_map in maps.items()}
+        return {
+            name: local_tensor(row_map, self._outputs(row_map, checkpoint)) for name, row_map in maps.items()
+        }
 
     def blank(self, rank: RankId) -> dict[str, Tensor]:
         """A rollout rank's weights before the first update: allocated, zero."""
-        return {name: torch.zeros(m.local_shape, dtype=m.dtype) for name, m in self.rollout_maps(rank).items()}
+        return {
+            name: torch.zeros(m.local_shape, dtype=m.dtype) for name, m in self.rollout_maps(rank).items()
+        }
 
     def export(self, params: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The dense checkpoint from every trainer rank's tensors: the oracle."""

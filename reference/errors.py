@@ -54,7 +54,9 @@ class PeerLost(WeightSyncError):
     """
 
     def __init__(self, peer: str, verb: str) -> None:
-        super().__init__(f"{peer} was lost while {verb!r} waited for it: its lease ended; restart it and reconnect")
+        super().__init__(
+            f"{peer} was lost while {verb!r} waited for it: its lease ended; restart it and reconnect"
+        )
         self.peer = peer
         self.verb = verb
 
@@ -67,7 +69,9 @@ class DeadlineExceeded(WeightSyncError):
     """
 
     def __init__(self, verb: str) -> None:
-        super().__init__(f"{verb} did not finish by its deadline; the update is abandoned and the next one reconnects")
+        super().__init__(
+            f"{verb} did not finish by its deadline; the update is abandoned and the next one reconnects"
+        )
         self.verb = verb
 
 

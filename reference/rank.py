@@ -7,14 +7,17 @@ A backend supplies four things: a clock, a control plane, a fabric that moves bu
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from weightsync.reference.clock import Clock, Task
 from weightsync.reference.control import Control, Request, Verdict, Vote
 from weightsync.reference.errors import DeadlineExceeded
 from weightsync.reference.members import Group, RankId
+from weightsync.reference.seams import Engine, Fabric, Hooks
 from weightsync.reference.steps import Step, run
 from weightsync.reference.trace import Span, Trace
+
+__all__ = ["PHASES", "Engine", "Fabric", "Hooks", "Verbs"]
 
 T = TypeVar("T")
 
@@ -29,55 +32,6 @@ PHASES = {
     "commit": "commit", "rollback": "rollback",
 }  # fmt: skip
 """The phase under which each verb's spans are summed."""
-
-
-class Fabric(Protocol):
-    """Moves buckets within data groups. A group that saw an error or a timeout is dead (GroupBroken from then on).
-
-    Every method that waits for a peer ends by ``deadline_ns`` with DeadlineExceeded or GroupBroken.
-    """
-
-    async def open(self, group: Group, deadline_ns: int) -> None:
-        """Connect the group; returns once its communicator is initialised on this rank."""
-
-    async def close(self, group: Group) -> None:
-        """Drop the group, pending operations included; no-op for one that is not open."""
-
-    async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
-        """All-gather of int64 vectors of one length: one list per member, in member order."""
-
-    async def gather(self, group: Group, part: Any, sizes: Sequence[int], deadline_ns: int) -> list[Any] | None:
-        """Every member's part at the root, in member order; None elsewhere.
-
-        ``part.nbytes`` equals ``sizes[index of this member]``; sizes are known to all. The caller may overwrite
-        nothing of ``part`` before this returns; what comes back belongs to the caller.
-        """
-
-    async def send(self, group: Group, bucket: Any, deadline_ns: int) -> None:
-        """Root only: header, then exactly the bytes it announces, to every other member."""
-
-    async def receive(self, group: Group, deadline_ns: int) -> Any:
-        """Members but the root: the next bucket; its memory belongs to the caller."""
-
-
-class Hooks(Protocol):
-    """Sees every verb; fault injection is one."""
-
-    async def before(self, verb: str) -> int:
-        """Called before the effect; may raise, wait or never return. What it answers, ``after`` is given."""
-
-    async def after(self, verb: str, ordinal: int) -> None:
-        """Called after the effect; may raise, wait or never return."""
-
-
-class Engine(Protocol):
-    """The generating side of a rollout, as its leader sees it."""
-
-    async def pause(self) -> None:
-        """Return once no request reads the weights of any rank of this rollout."""
-
-    async def resume(self) -> None:
-        """Let requests read the weights again."""
 
 
 class Verbs:
@@ -150,7 +104,9 @@ class Verbs:
         """Drop a data group and whatever still waits in it. Both sides."""
         await self.verb("disconnect", lambda: self.fabric.close(group))
 
-    async def call(self, peer: RankId, op: str, body: Mapping[str, Any], deadline_ns: int) -> Mapping[str, Any]:
+    async def call(
+        self, peer: RankId, op: str, body: Mapping[str, Any], deadline_ns: int
+    ) -> Mapping[str, Any]:
         """The peer's reply; RemoteError, PeerLost or DeadlineExceeded otherwise. Both sides."""
         return await self.verb("call", lambda: self.control.call(str(peer), op, body, deadline_ns))
 
@@ -181,7 +137,12 @@ class Verbs:
             raise
 
     async def reply(
-        self, request: Request, body: Mapping[str, Any] | None = None, *, error: str | None = None, lost: str | None = None
+        self,
+        request: Request,
+        body: Mapping[str, Any] | None = None,
+        *,
+        error: str | None = None,
+        lost: str | None = None,
     ) -> None:
         """Answer a request; answering twice is harmless. Rollout."""
 
@@ -195,7 +156,9 @@ class Verbs:
     ) -> Verdict:
         """Everybody's verdict on a stage, the same on all ranks; safe to repeat. Trainer."""
         names = [str(member) for member in members]
-        return await self.verb("agree", lambda: self.control.agree(names, key, vote, deadline_ns, patience_ns))
+        return await self.verb(
+            "agree", lambda: self.control.agree(names, key, vote, deadline_ns, patience_ns)
+        )
 
     # ---- both sides: structured concurrency ------------------------------------------------------------------
 
@@ -245,7 +208,9 @@ class Verbs:
 
     async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
         """Every rank's vector of status, digest share and counts, shape ``(world, len(vector))``, int64. Trainer."""
-        return await self.verb("exchange", lambda: self.fabric.exchange(group, vector, deadline_ns), 8 * len(vector))
+        return await self.verb(
+            "exchange", lambda: self.fabric.exchange(group, vector, deadline_ns), 8 * len(vector)
+        )
 
     async def gather(
         self, group: Group, rows: Any, slot: int, changes: Any, sizes: Sequence[int], deadline_ns: int
@@ -261,7 +226,9 @@ class Verbs:
 
         return await self.verb("gather", effect, sum(sizes))
 
-    async def encode(self, parts: Sequence[Any], rows: Any, spec: Any, matrix: Sequence[Sequence[int]], head: Any) -> Any:
+    async def encode(
+        self, parts: Sequence[Any], rows: Any, spec: Any, matrix: Sequence[Sequence[int]], head: Any
+    ) -> Any:
         """One bucket of ``rows`` as ``spec`` cuts it, from all ranks' parts. Sender; the bucket is the caller's."""
         return await self._local(
             "encode", lambda: self.local.encode(parts, rows, spec, matrix, head), lambda bucket: bucket.nbytes

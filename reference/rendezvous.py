@@ -86,7 +86,9 @@ class Rendezvous:
     def absent(self) -> tuple[str, ...]:
         """Names of the members that the oldest unfinished meeting waits for."""
         for _, meeting in sorted(self._open.items()):
-            return tuple(str(rank) for index, rank in enumerate(self.group.members) if index not in meeting.futures)
+            return tuple(
+                str(rank) for index, rank in enumerate(self.group.members) if index not in meeting.futures
+            )
         return ()
 
     def _text(self, why: str) -> str:
@@ -157,7 +159,9 @@ class MeetingFabric:
         payloads = await self._meet(self._of(group), f"exchange of {len(vector)}", list(vector), deadline_ns)
         return [list(payload) for payload in payloads]
 
-    async def gather(self, group: Group, part: Any, sizes: Sequence[int], deadline_ns: int) -> list[Any] | None:
+    async def gather(
+        self, group: Group, part: Any, sizes: Sequence[int], deadline_ns: int
+    ) -> list[Any] | None:
         """See ``rank.Fabric.gather``."""
         expected = sizes[group.index(self.me)]
         if part.nbytes != expected:
@@ -191,5 +195,7 @@ class MeetingFabric:
         except TimeoutError:
             missing = ", ".join(rendezvous.absent()) or "its peers"
             rendezvous.fail(f"{self.me} waited for {missing} in {op!r} until its deadline")
-            raise DeadlineExceeded(f"{op!r} in group {rendezvous.group.key}, waiting for {missing},") from None
+            raise DeadlineExceeded(
+                f"{op!r} in group {rendezvous.group.key}, waiting for {missing},"
+            ) from None
         return payloads

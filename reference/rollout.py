@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.reference.clock import Task
 from weightsync.reference.control import Request
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import (
@@ -16,40 +14,14 @@ from weightsync.reference.errors import (
     PlanMismatch,
     RemoteError,
     StaleVersion,
-    UpdateAborted,
 )
-from weightsync.reference.fanout import Fanout
-from weightsync.reference.members import Group, RankId
-from weightsync.reference.protocol import DELTA, FULL, ProtocolSettings
+from weightsync.reference.members import RankId
+from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
+from weightsync.reference.receiver import Receiver, Receiving
 
 
-@dataclass
-class Receiving:
-    """One update on its way in.
-
-    Attributes:
-        prepared: True once every rank of the rollout has applied and proved it; the decision is the trainer's.
-        ends_ns: when the leader, hearing nothing more, rolls back on its own.
-    """
-
-    version: int
-    base: int
-    kind: str
-    group: Group
-    deadline_ns: int
-    ends_ns: int
-    sequence: int = 0
-    staged: list[Any] = field(default_factory=list)
-    digest: int | None = None
-    receiving: Task | None = None
-    preparing: Task | None = None
-    touched: bool = False
-    prepared: bool = False
-    ended: bool = False
-
-
-class Rollout:
+class Rollout(Receiver):
     """One rollout rank's half. A wrong protocol is a subclass with one method overridden.
 
     Args:
@@ -60,33 +32,25 @@ class Rollout:
         settings: equal on every rank.
 
     Attributes:
-        version: the label: the version whose bits this rank holds, unless it is dirty.
-        dirty: None, or why the weights may be none of a version's; generation is paused then.
-        highest: the highest version number ever tried here.
-        generating: True while requests may read the weights; the leader's.
-        resumed: True once the last resume is known to have worked.
+        leader: True on the rank that answers for the rollout and pauses and resumes it.
+        lost: name of a rank of this rollout that is lost, or None.
     """
 
     def __init__(
-        self, verbs: Verbs, fingerprint: int, ranks: Sequence[RankId], trainer: RankId, settings: ProtocolSettings
+        self,
+        verbs: Verbs,
+        fingerprint: int,
+        ranks: Sequence[RankId],
+        trainer: RankId,
+        settings: ProtocolSettings,
     ) -> None:
-        self.verbs = verbs
+        super().__init__(verbs, settings)
         self.fingerprint = fingerprint
         self.ranks = tuple(ranks)
         self.leader = verbs.me == self.ranks[0]
         self.followers = self.ranks[1:] if self.leader else ()
         self.master = trainer if self.leader else self.ranks[0]
-        self.settings = settings
-        self.fanout = Fanout(verbs, settings.tries)
-        self.version = 0
-        self.highest = 0
-        self.epoch = 0
-        self.dirty: str | None = "it holds no weights yet"
         self.lost: str | None = None
-        self.generating = False
-        self.resumed = False
-        self.update: Receiving | None = None
-        self.groups: list[Group] = []
         self.handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any] | None]]] = {
             "hello": self.hello, "start": self.start, "prepare": self.prepare, "apply": self.apply,
             "commit": self.commit, "abort": self.abort, "rollback": self.rolled_back, "status": self.status,
@@ -117,7 +81,9 @@ class Rollout:
         handler = self.handlers.get(request.op)
         try:
             if handler is None:
-                raise PlanMismatch(f"request {request.op!r} is none; expected one of {', '.join(self.handlers)}")
+                raise PlanMismatch(
+                    f"request {request.op!r} is none; expected one of {', '.join(self.handlers)}"
+                )
             body = await handler(request)
         except Exception as error:
             await self.refuse(request, error)
@@ -148,7 +114,7 @@ class Rollout:
             )
         self.verbs.update = request.body["update"]
         await self.end_update("a new group epoch began")
-        await self._close_groups()
+        await self.close_groups()
         self.epoch = epoch
         reports = await self.order("hello", request.body, self._deadline(request))
         for rank, report in zip(self.followers, reports, strict=True):
@@ -174,58 +140,6 @@ class Rollout:
         update.receiving = self.verbs.spawn(self.receive(update), f"receive {update.version}")
         return {}
 
-    async def begin(self, body: Mapping[str, Any], deadline_ns: int) -> Receiving:
-        """Get this rank ready for one version; refuses a number tried before and a base it does not hold."""
-        version, base, kind = body["version"], body["base"], body["kind"]
-        if body["epoch"] != self.epoch:
-            raise StaleVersion(f"group epoch {body['epoch']} is not {self.epoch}, which {self.verbs.me} joined")
-        if version <= self.highest:
-            raise StaleVersion(f"version {version} was tried before on {self.verbs.me}; take one above {self.highest}")
-        if kind == DELTA and (self.dirty is not None or base != self.version):
-            raise StaleVersion(
-                f"a delta on version {base} does not fit {self.verbs.me}, which holds {self.version} "
-                f"({self.dirty or 'clean'}); send a full update"
-            )
-        self.verbs.update = body["update"]
-        await self.end_update(f"version {version} began")
-        self.highest = version
-        group = Group(body["group"], self.epoch, tuple(RankId.parse(name) for name in body["members"]))
-        self.update = Receiving(version, base, kind, group, deadline_ns, deadline_ns + self.settings.lease_ns)
-        if self.settings.receive == "stream":
-            try:
-                await self.pause()
-            except Exception as error:
-                await self.end_update(str(error))
-                raise
-            self.mark(self.update)
-        return self.update
-
-    async def receive(self, update: Receiving) -> None:
-        """Take in every bucket of an update until its trailer."""
-        if update.group not in self.groups:
-            self.groups.append(update.group)
-            await self.verbs.connect(update.group, update.deadline_ns)
-        while not await self.accept(update, await self.verbs.receive(update.group, update.deadline_ns)):
-            pass
-
-    async def accept(self, update: Receiving, bucket: Any) -> bool:
-        """Prove one bucket, then stage or apply it; True when it was the trailer."""
-        decoded = await self.verbs.decode(bucket)
-        await self.verbs.validate(
-            decoded, version=update.version, base=update.base, epoch=self.epoch, sequence=update.sequence
-        )
-        update.sequence += 1
-        if decoded.aborted is not None:
-            raise UpdateAborted("transfer", f"the sender said: {decoded.aborted}")
-        if decoded.end is not None:
-            update.digest = decoded.end.digest
-            return True
-        if self.settings.receive == "stage":
-            update.staged.append(decoded)
-        else:
-            await self.install(update, decoded)
-        return False
-
     async def prepare(self, request: Request) -> None:
         """Answer, once it is so, that every rank has applied and proved the version; served beside an abort."""
         update = self.expect(request.body["version"])
@@ -241,13 +155,6 @@ class Rollout:
         else:
             await self.fanout.quietly(lambda: self.verbs.reply(request, body))
 
-    async def received(self, update: Receiving) -> Mapping[str, Any]:
-        """Every bucket of the update is here and proved, on this rank."""
-        if update.receiving is None:
-            raise StaleVersion(f"version {update.version} never started to arrive on {self.verbs.me}")
-        await self.verbs.join([update.receiving], update.deadline_ns)
-        return {}
-
     async def ready(self, update: Receiving) -> Mapping[str, Any]:
         """Every rank of the rollout holds the version, applied and proved; from here the decision is the trainer's."""
         await self.received(update)
@@ -255,7 +162,8 @@ class Rollout:
         await self.pause()
         self.mark(update)
         calls = [
-            self.fanout.ask(rank, "apply", {"version": update.version}, update.deadline_ns) for rank in self.followers
+            self.fanout.ask(rank, "apply", {"version": update.version}, update.deadline_ns)
+            for rank in self.followers
         ]
         try:
             share = await self.install_all(update)
@@ -267,7 +175,9 @@ class Rollout:
         if self.verifies():
             digest = wrap(share + sum(reply["digest"] for reply in replies))
             if update.digest is None or not await self.verbs.compare_digests(digest, update.digest):
-                self.dirty = f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
+                self.dirty = (
+                    f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
+                )
                 raise PatchMismatch(f"{self.verbs.me}: {self.dirty}; a full update heals it")
         update.ends_ns = self.verbs.now_ns() + self.settings.lease_ns
         update.prepared = True
@@ -281,25 +191,15 @@ class Rollout:
         update.prepared = True
         return {"digest": digest}
 
-    async def install_all(self, update: Receiving) -> int:
-        """Apply what was staged; this rank's share of the digest, or 0 when this update is not verified."""
-        for decoded in update.staged:
-            await self.install(update, decoded)
-        update.staged.clear()
-        return await self.verbs.digest() if self.verifies() else 0
-
-    async def install(self, update: Receiving, decoded: Any) -> None:
-        """Write one bucket; a delta keeps the old bits, a full update has no cheap undo."""
-        update.touched = True
-        await self.verbs.apply(decoded, undo=update.kind == DELTA)
-
     async def commit(self, request: Request) -> Mapping[str, Any]:
         """Make a prepared version the label, on all ranks; repeating it is a no-op. The leader resumes last."""
         version = request.body["version"]
         if version != self.version or self.dirty is not None:
             update = self.expect(version)
             if not update.prepared:
-                raise StaleVersion(f"version {version} is not prepared on {self.verbs.me}; it cannot be committed")
+                raise StaleVersion(
+                    f"version {version} is not prepared on {self.verbs.me}; it cannot be committed"
+                )
             await self.keep(update, self._deadline(request))
         if self.leader and not self.resumed and self.update is None:
             await self.resume()
@@ -341,19 +241,8 @@ class Rollout:
 
     # ---- ways out --------------------------------------------------------------------------------------------
 
-    async def end_update(self, reason: str, own: Task | None = None) -> None:
-        """Give up the update in progress: roll every rank back and, unless dirty, resume under the old label.
-
-        ``own`` is the task that calls, which must not cancel itself.
-        """
-        update = self.update
-        if update is None:
-            return
-        for task in (update.preparing, update.receiving):
-            if task is not own:
-                await self.fanout.stop(task)
-        if update.ended:
-            return
+    async def roll_followers_back(self, update: Receiving) -> None:
+        """Order every follower to give the update up; one that does not answer spoils the rollout."""
         body = {"version": update.version}
         deadline_ns = self.verbs.now_ns() + self.settings.connect_ns
         calls = [self.fanout.ask_often(rank, "rollback", body, deadline_ns) for rank in self.followers]
@@ -361,16 +250,6 @@ class Rollout:
             if isinstance(reply, Exception):
                 await self.spoil(f"{rank} did not roll version {update.version} back: {reply}")
                 self.lost = reply.peer if isinstance(reply, PeerLost) else self.lost
-        if not await self.roll_back(update):
-            await self.spoil(f"version {update.version} could not be rolled back after: {reason}")
-        update.ended = True
-        self.update = None
-        if self.leader and self.dirty is None and not self.resumed:
-            await self.fanout.quietly(self.resume, tries=1)
-
-    async def roll_back(self, update: Receiving) -> bool:
-        """True once the old bits are back on this rank."""
-        return not update.touched or await self.fanout.quietly(self.verbs.rollback)
 
     async def orphaned(self, lost: PeerLost) -> None:
         """Whoever gave the orders is gone: a leader rolls back and generates on, a follower is dirty."""
@@ -381,51 +260,16 @@ class Rollout:
         if self.update is not None:
             for task in (self.update.preparing, self.update.receiving):
                 await self.fanout.stop(task)
-        await self._close_groups()
+        await self.close_groups()
 
     async def leave(self, reason: str) -> None:
         """The run is over: roll back what is not committed, release the followers, drop the groups."""
         await self.end_update(reason)
         for rank in self.followers:
             await self.fanout.quietly(lambda rank=rank: self.verbs.post(rank, "bye", {}))  # type: ignore[misc]
-        await self._close_groups()
+        await self.close_groups()
 
     # ---- helpers ---------------------------------------------------------------------------------------------
-
-    def expect(self, version: int) -> Receiving:
-        """The update in progress, if it is ``version``."""
-        if self.update is None or self.update.version != version:
-            now = "none" if self.update is None else str(self.update.version)
-            raise StaleVersion(f"version {version} is not in progress on {self.verbs.me}; in progress is {now}")
-        return self.update
-
-    def verifies(self) -> bool:
-        """True when this update's digests are compared."""
-        every = self.settings.verify_every
-        return every > 0 and self.verbs.update % every == 0
-
-    def mark(self, update: Receiving) -> None:
-        """A full update cannot be undone: from its first byte until its commit this rank is dirty."""
-        if update.kind == FULL:
-            self.dirty = f"full update {update.version} is not committed"
-
-    async def spoil(self, reason: str) -> None:
-        """From here on these weights may be none of a version's: pause, then say so; the first reason stays."""
-        await self.fanout.quietly(self.pause, tries=1)
-        self.dirty = self.dirty or reason
-
-    async def pause(self) -> None:
-        """Stop generating on all ranks; the leader's."""
-        if self.leader and self.generating:
-            self.resumed = False
-            await self.fanout.retry(self.verbs.pause)
-            self.generating = False
-
-    async def resume(self) -> None:
-        """Generate again, under the label; the leader's."""
-        self.generating = True
-        await self.fanout.retry(self.verbs.resume)
-        self.resumed = True
 
     async def order(self, op: str, body: Mapping[str, Any], deadline_ns: int) -> list[Mapping[str, Any]]:
         """Every follower's reply to one order; the first failure is raised."""
@@ -437,8 +281,3 @@ class Rollout:
 
     def _ends_ns(self) -> int | None:
         return self.update.ends_ns if self.leader and self.update is not None else None
-
-    async def _close_groups(self) -> None:
-        for group in self.groups:
-            await self.fanout.quietly(lambda group=group: self.verbs.disconnect(group))  # type: ignore[misc]
-        self.groups = []

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from weightsync.reference.buckets import Heading, abort_bucket, end_bucket
 from weightsync.reference.control import Verdict, Vote
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted, WeightSyncError
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId, RolloutRef
+from weightsync.reference.membership import find_members
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import DELTA, FULL, Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.snapshot import BaselineSlots
-
-
-@dataclass
-class Stream:
-    """One way an update travels: ``kind`` full or delta, over ``group``, to ``rollouts``."""
-
-    kind: str
-    rollouts: tuple[int, ...]
-    group: Group
-
-
-@dataclass
-class Job:
-    """One update in the making: what its stages hand on."""
-
-    slot: int
-    base_version: int
-    changes: Any
-    matrix: list[list[int]]
-    counts: tuple[int, ...]
-    digest: int
-    version: int | None = None
-    streams: list[Stream] = field(default_factory=list)
-    nbytes: dict[str, int] = field(default_factory=lambda: {FULL: 0, DELTA: 0})
+from weightsync.reference.transmit import Job, Stream, transmit
 
 
 class Trainer:
@@ -122,7 +98,9 @@ class Trainer:
 
     async def connect(self, deadline_ns: int) -> None:
         """Agree who takes part, on which epoch, and who must get a full update."""
-        verdict = await self.stage("connect", self._find_members(deadline_ns) if self.lead else None, deadline_ns)
+        verdict = await self.stage(
+            "connect", find_members(self, deadline_ns) if self.lead else None, deadline_ns
+        )
         found = self.lead_data(verdict)
         self.highest = max(self.highest, found["highest"])
         self.gone.update({int(number): why for number, why in found["gone"].items()})
@@ -135,13 +113,16 @@ class Trainer:
 
     async def source(self, deadline_ns: int) -> Job:
         """Snapshot, diff and count; every rank learns every rank's counts, and whether it failed."""
-        job = await self._stage_result("source", self._make_job(deadline_ns), deadline_ns)
-        self.job = job
-        return job
+        made: list[Job] = []
+        await self.stage("source", self._make_job(made, deadline_ns), deadline_ns)
+        self.job = made[0]
+        return made[0]
 
     async def start(self, job: Job, deadline_ns: int) -> None:
         """Take a version number and get every member's word that it is ready to receive."""
-        verdict = await self.stage("start", self._start_rollouts(job, deadline_ns) if self.lead else None, deadline_ns)
+        verdict = await self.stage(
+            "start", self._start_rollouts(job, deadline_ns) if self.lead else None, deadline_ns
+        )
         started = self.lead_data(verdict)
         self.highest = max(self.highest, started["version"])
         job.version = started["version"]
@@ -155,7 +136,9 @@ class Trainer:
 
     async def commit(self, job: Job, deadline_ns: int) -> None:
         """Have every member commit; only then does the baseline move."""
-        await self.stage("commit", self._commit_rollouts(job, deadline_ns) if self.lead else None, deadline_ns)
+        await self.stage(
+            "commit", self._commit_rollouts(job, deadline_ns) if self.lead else None, deadline_ns
+        )
         self.slots.acknowledge(job.slot)
         self.behind = ()
 
@@ -164,7 +147,9 @@ class Trainer:
         if self.lead and self.job is not None and self.job.version is not None:
             for number in self.members:
                 leader, body = self.rollouts[number].leader, {"version": self.job.version, "reason": reason}
-                await self.fanout.quietly(lambda leader=leader, body=body: self.verbs.post(leader, "abort", body))
+                await self.fanout.quietly(
+                    lambda leader=leader, body=body: self.verbs.post(leader, "abort", body)
+                )
         await self._close_groups()
         self.members = ()
 
@@ -210,64 +195,9 @@ class Trainer:
 
     # ---- the lead's part of each stage -----------------------------------------------------------------------
 
-    async def _find_members(self, deadline_ns: int) -> Mapping[str, Any]:
-        gone = self._find_lost()
-        absent = [r for n, r in self.rollouts.items() if n not in self.members and n not in self.gone]
-        complete = bool(self.members) and not any(str(number) in gone for number in self.members)
-        if complete and not await self._anyone_back(absent, deadline_ns):
-            return {"epoch": self.epoch, "highest": self.highest, "gone": gone}
-        epoch, reports = self.epoch + 1, {}
-        body = {"epoch": epoch, "fingerprint": self.plan.fingerprint, "update": self.updates}
-        candidates = [r for n, r in self.rollouts.items() if n not in self.gone and str(n) not in gone]
-        calls = [self.fanout.ask(rollout.leader, "hello", body, deadline_ns) for rollout in candidates]
-        for rollout, reply in zip(candidates, await self.fanout.settle(calls, deadline_ns), strict=True):
-            if isinstance(reply, Mapping):
-                reports[rollout.number] = reply
-                continue
-            lost = reply.peer if isinstance(reply, PeerLost) else getattr(reply, "lost", None)
-            if lost is not None:
-                if self.settings.on_rollout_loss == "fail":
-                    raise PeerLost(lost, "connect")
-                gone[str(rollout.number)] = str(reply)
-        if not reports:
-            raise WeightSyncError(f"none of {len(candidates)} rollouts answered hello; look at their status")
-        slot = self._best_slot(list(reports.values()))
-        behind = [n for n, report in reports.items() if slot is None or self._slot_of(report) != slot]
-        highest = max([self.highest, *(report["highest"] for report in reports.values())])
-        return {
-            "epoch": epoch, "highest": highest, "members": list(reports), "behind": behind, "slot": slot, "gone": gone,
-        }  # fmt: skip
-
-    def _find_lost(self) -> dict[str, str]:
-        """Numbers of rollouts with a rank whose lease ended since they took part, and why."""
-        gone: dict[str, str] = {}
-        for number, rollout in self.rollouts.items():
-            for rank in rollout.ranks:
-                if number not in self.gone and self.verbs.is_lost(rank):
-                    if self.settings.on_rollout_loss == "fail":
-                        raise PeerLost(str(rank), "connect")
-                    gone[str(number)] = f"{rank} was lost"
-        return gone
-
-    async def _anyone_back(self, absent: Sequence[RolloutRef], deadline_ns: int) -> bool:
-        calls = [self.fanout.ask(rollout.leader, "status", {}, deadline_ns) for rollout in absent]
-        replies = await self.fanout.settle(calls, deadline_ns)
-        return any(isinstance(reply, Mapping) and reply["lost"] is None for reply in replies)
-
-    def _slot_of(self, report: Mapping[str, Any]) -> int | None:
-        if report["dirty"] is not None:
-            return None
-        return self.slots.find(report["version"], report["digest"])
-
-    def _best_slot(self, reports: Sequence[Mapping[str, Any]]) -> int | None:
-        """The slot that most members hold, so that the fewest need a full update; ties go to the acknowledged."""
-        held = [slot for slot in map(self._slot_of, reports) if slot is not None]
-        order = sorted(set(held), key=lambda slot: (-held.count(slot), slot != self.slots.acknowledged, slot))
-        return order[0] if order else None
-
-    async def _make_job(self, deadline_ns: int) -> Job:
-        group = self._group("trainer", self.ranks)
-        await self._open(group, deadline_ns)
+    async def _make_job(self, made: list[Job], deadline_ns: int) -> None:
+        group = self.group("trainer", self.ranks)
+        await self.open_group(group, deadline_ns)
         slot = self.choose_slot()
         base = self.slots.acknowledged if set(self.members) - set(self.behind) else None
         failure: Exception | None = None
@@ -290,7 +220,7 @@ class Trainer:
         rows = [row[2:] for row in matrix]
         totals = tuple(sum(column) for column in zip(*rows, strict=True))
         base_version = self.slots.version(base) if base is not None else 0
-        return Job(slot, base_version, changes, rows, totals, wrap(sum(row[1] for row in matrix)))
+        made.append(Job(slot, base_version, changes, rows, totals, wrap(sum(row[1] for row in matrix))))
 
     async def _start_rollouts(self, job: Job, deadline_ns: int) -> Mapping[str, Any]:
         job.version = self.next_version()
@@ -312,43 +242,21 @@ class Trainer:
 
     async def _transfer(self, job: Job, deadline_ns: int) -> None:
         if not self.lead:
-            await self._transmit(job, deadline_ns)
+            await transmit(self, job, deadline_ns)
             return
-        tasks = [self.verbs.spawn(self._transmit(job, deadline_ns), "transmit")]
+        tasks = [self.verbs.spawn(transmit(self, job, deadline_ns), "transmit")]
         leaders = [self.rollouts[number].leader for stream in job.streams for number in stream.rollouts]
-        tasks += [self.fanout.ask(leader, "prepare", {"version": job.version}, deadline_ns) for leader in leaders]
+        tasks += [
+            self.fanout.ask(leader, "prepare", {"version": job.version}, deadline_ns) for leader in leaders
+        ]
         await self.fanout.all_or_first_error(tasks, deadline_ns)
-
-    async def _transmit(self, job: Job, deadline_ns: int) -> None:
-        trainers = self._group("trainer", self.ranks)
-        for stream in job.streams:
-            full = stream.kind == FULL
-            head = Heading(stream.kind, self.epoch, 0 if full else job.base_version, job.version or 0)
-            sent, moved = 0, 0
-            if self.lead:
-                await self._open(stream.group, deadline_ns)
-            try:
-                for rows in self.plan.groups(None if full else job.counts):
-                    sizes = [self.plan.part_bytes(rows, r, job.matrix[r]) for r in range(len(self.ranks))]
-                    changes = None if full else job.changes
-                    parts = await self.verbs.gather(trainers, rows, job.slot, changes, sizes, deadline_ns)
-                    for spec in rows.buckets if parts is not None else ():
-                        bucket = await self.verbs.encode(parts or (), rows, spec, job.matrix, head.at(sent))
-                        await self.verbs.send(stream.group, bucket, deadline_ns)
-                        sent, moved = sent + 1, moved + bucket.nbytes
-            except Exception as error:
-                if self.lead:
-                    abort = abort_bucket(head.at(sent), f"{type(error).__name__}: {error}")
-                    await self.fanout.quietly(lambda: self.verbs.send(stream.group, abort, deadline_ns), tries=1)
-                raise
-            if self.lead:
-                trailer = end_bucket(head.at(sent), job.digest, sent, moved)
-                await self.verbs.send(stream.group, trailer, deadline_ns)
-                job.nbytes[stream.kind] = moved + trailer.nbytes
 
     async def _commit_rollouts(self, job: Job, deadline_ns: int) -> None:
         leaders = [self.rollouts[number].leader for number in self.members]
-        calls = [self.fanout.ask_often(leader, "commit", {"version": job.version}, deadline_ns) for leader in leaders]
+        calls = [
+            self.fanout.ask_often(leader, "commit", {"version": job.version}, deadline_ns)
+            for leader in leaders
+        ]
         for reply in await self.fanout.settle(calls, deadline_ns):
             if isinstance(reply, Exception):
                 raise reply
@@ -380,12 +288,14 @@ class Trainer:
 
     def _data_group(self, numbers: tuple[int, ...]) -> Group:
         ranks = [rank for number in numbers for rank in self.rollouts[number].ranks]
-        return self._group("data-" + "-".join(map(str, numbers)), (self.ranks[0], *ranks))
+        return self.group("data-" + "-".join(map(str, numbers)), (self.ranks[0], *ranks))
 
-    def _group(self, name: str, members: tuple[RankId, ...]) -> Group:
+    def group(self, name: str, members: tuple[RankId, ...]) -> Group:
+        """A data group of the present epoch."""
         return Group(name, self.epoch, members)
 
-    async def _open(self, group: Group, deadline_ns: int) -> None:
+    async def open_group(self, group: Group, deadline_ns: int) -> None:
+        """Connect a data group, once an epoch."""
         if group not in self.groups:
             self.groups.append(group)
             await self.verbs.connect(group, deadline_ns)
@@ -395,17 +305,11 @@ class Trainer:
             await self.fanout.quietly(lambda group=group: self.verbs.disconnect(group))
         self.groups = []
 
-    async def _stage_result(self, name: str, work: Coroutine[Any, Any, Job], deadline_ns: int) -> Job:
-        kept: list[Job] = []
-
-        async def keep() -> None:
-            kept.append(await work)
-
-        await self.stage(name, keep(), deadline_ns)
-        return kept[0]
-
     def _check_losses(self, stage: str, verdict: Verdict) -> None:
-        lost = [*verdict.lost, *(vote.data["lost"] for vote in verdict.votes.values() if vote.data.get("lost"))]
+        lost = [
+            *verdict.lost,
+            *(vote.data["lost"] for vote in verdict.votes.values() if vote.data.get("lost")),
+        ]
         for name in lost:
             rank = RankId.parse(name)
             if rank.role == "trainer" or self.settings.on_rollout_loss == "fail":

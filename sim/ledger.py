@@ -27,7 +27,8 @@ class Race:
 
     def __str__(self) -> str:
         """One sentence."""
-        return f"race on {self.memory} of {self.rank} at {self.at_ns} ns: {self.second} began while {self.first} was under way"
+        where = f"race on {self.memory} of {self.rank} at {self.at_ns} ns"
+        return f"{where}: {self.second} began while {self.first} was under way"
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,7 @@ from weightsync.reference.digest import combine
 from weightsync.reference.members import RankId
 from weightsync.reference.params import same_bits
 from weightsync.reference.protocol import ProtocolSettings
-from weightsync.testing.faults import tiny_deployment
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.inprocess_run import WholeTensors
 from weightsync.testing.plain_calls import (
     begin,

@@ -20,7 +20,7 @@ from weightsync.reference.errors import (
 )
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
-from weightsync.testing.faults import tiny_deployment
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.plain_calls import (
     begin,
     feed,

@@ -17,7 +17,8 @@ from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.rank import Verbs
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.backend import SimVerbs
-from weightsync.testing.faults import SETTINGS, FaultRun, Report
+from weightsync.testing.faults import FaultRun, Report
+from weightsync.testing.tiny import SETTINGS
 from weightsync.testing.inprocess_run import InprocessRun, WholeTensors
 
 SECOND = 1_000_000_000

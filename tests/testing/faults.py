@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import PeerLost
 from weightsync.reference.members import RankId, RolloutRef
-from weightsync.reference.model import ModelShape
 from weightsync.reference.params import int_view
 from weightsync.reference.protocol import Outcome, ProtocolSettings
 from weightsync.reference.rollout import Rollout
@@ -28,18 +24,16 @@ from weightsync.sim.faults import Fault, FaultHooks, FaultPlan, describe
 from weightsync.sim.hardware import load_profile
 from weightsync.sim.world import SimWorld
 from weightsync.testing.history import History
-
-MS = 1_000_000
-STALL_NS = 250 * MS
-"""Longer than every deadline, shorter than the lease."""
-
-SETTINGS = ProtocolSettings(
-    connect_ns=50 * MS, update_ns=100 * MS, lease_ns=600 * MS, patience_ns=5_000 * MS, on_rollout_loss="continue"
+from weightsync.testing.tiny import (
+    LIMIT_NS,
+    MS,
+    QUIET_NS,
+    SETTINGS,
+    STALL_NS,
+    memo,
+    tiny_deployment,
+    tiny_shards,
 )
-QUIET_NS = 100_000 * MS
-"""When the last fault and everything it delayed is over."""
-
-LIMIT_NS = 1_000_000 * MS
 
 
 @dataclass
@@ -63,36 +57,9 @@ class Report:
     hit: list[tuple[Fault, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{describe(self.faults, self.hit)}\n  " + "\n  ".join(self.violations or ["every promise was kept"])
-
-
-@lru_cache(maxsize=1)
-def tiny_deployment() -> Deployment:
-    """TP 2 trainer, an unfused TP 1 and a fused TP 2 rollout, about two dozen elements."""
-    model = ModelShape(vocab=3, hidden=1, intermediate=2, layers=1, heads=2, kv_heads=2, head_dim=1)
-    layouts = (RolloutLayout(1, False), RolloutLayout(2, True))
-    return Deployment(model, 2, layouts, bucket_bytes=192, trainer_multiple=2, rollout_multiple=4)
-
-
-@lru_cache(maxsize=64)
-def tiny_shards(seed: int, step: int) -> tuple[dict[str, torch.nn.Parameter], ...]:
-    """Every trainer rank's shards after ``step`` optimizer steps; a third of the bits change in each."""
-    deployment = tiny_deployment()
-    stream = torch.Generator().manual_seed(seed)
-    checkpoint = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in deployment.tensors}
-    for _ in range(step + 1):
-        for tensor in checkpoint.values():
-            bits = int_view(tensor)
-            chosen = torch.rand(len(bits), generator=stream) < 0.35
-            drawn = torch.randint(-(1 << 15), 1 << 15, (len(bits),), generator=stream).to(bits.dtype)
-            bits[chosen] = drawn[chosen]
-            tensor.copy_(bits.view(tensor.dtype).reshape(tensor.shape))
-    return tuple(deployment.shards(rank, checkpoint) for rank in range(deployment.tp))
-
-
-@lru_cache(maxsize=1)
-def _memo() -> dict[Hashable, Any]:
-    return {}
+        return f"{describe(self.faults, self.hit)}\n  " + "\n  ".join(
+            self.violations or ["every promise was kept"]
+        )
 
 
 class _SimEffects:
@@ -141,7 +108,7 @@ class FaultRun:
         verbs: Callable[[SimVerbs], None] | None = None,
     ) -> None:
         self.deployment = tiny_deployment()
-        self.history = History(self.deployment, _memo())
+        self.history = History(self.deployment, memo())
         self.step = 0
         self.times: list[tuple[int, int]] = []
         self.plan = FaultPlan(tuple(faults))
@@ -150,7 +117,9 @@ class FaultRun:
         self.seed = seed
         self.settings = settings
         self.world = SimWorld()
-        self.cluster = SimCluster(self.world, load_profile("laptop"), lease_ns=2 * STALL_NS, detect_ns=detect_ns)
+        self.cluster = SimCluster(
+            self.world, load_profile("laptop"), lease_ns=2 * STALL_NS, detect_ns=detect_ns
+        )
         self.hooks: dict[str, FaultHooks] = {}
         self.targets: dict[RankId, Target] = {}
         self.engines: dict[int, SimEngine] = {}
@@ -163,7 +132,9 @@ class FaultRun:
                 self.deployment.attributes[name].stamp(parameter)
         self.change = verbs
         self.trainers = [self._trainer(trainer, rank) for rank in self.deployment.trainers]
-        self.rollouts = {rank: self._rollout(rollout, ref, rank) for ref in self.deployment.rollouts for rank in ref.ranks}
+        self.rollouts = {
+            rank: self._rollout(rollout, ref, rank) for ref in self.deployment.rollouts for rank in ref.ranks
+        }
         self.final: Outcome | None = None
 
     def run(self) -> Report:
@@ -209,7 +180,9 @@ class FaultRun:
             engine = SimEngine(self.cluster, ref.ranks, lambda: self._check_bits(ref, "while it generates"))
             self.engines[ref.number] = engine
         verbs = self._verbs(rank, target, engine)
-        return kind(verbs, self.deployment.plan.fingerprint, ref.ranks, self.deployment.trainers[0], self.settings)
+        return kind(
+            verbs, self.deployment.plan.fingerprint, ref.ranks, self.deployment.trainers[0], self.settings
+        )
 
     def _on_version(self, version: int, slot: int) -> None:
         self.history.record(version, self.params, key=(self.seed, self.step))
@@ -235,7 +208,9 @@ class FaultRun:
         name, ledger = str(self.deployment.trainers[rank]), self.cluster.ledger
         self.step = step
         interval = ledger.begin(name, "optimizer", Touched(0, writes=("live",)), self.world.now_ns())
-        for parameter, new in zip(self.params[rank].values(), tiny_shards(self.seed, step)[rank].values(), strict=True):
+        for parameter, new in zip(
+            self.params[rank].values(), tiny_shards(self.seed, step)[rank].values(), strict=True
+        ):
             int_view(parameter.data).copy_(int_view(new.data))
         await self.cluster.clocks[name].sleep_until(self.world.now_ns() + 1000)
         ledger.end(interval)
@@ -288,7 +263,9 @@ class FaultRun:
         else:
             lost = [peer for peer in dead if peer.startswith("trainer")]
             if name.startswith("trainer") and lost:
-                self._violated(f"{name} ended as if nothing had happened, although {', '.join(lost)} was killed")
+                self._violated(
+                    f"{name} ended as if nothing had happened, although {', '.join(lost)} was killed"
+                )
 
     def _check_last(self, ref: RolloutRef) -> None:
         outcomes = [found[-1] for found in self.report.outcomes.values() if found]
@@ -300,7 +277,8 @@ class FaultRun:
         for rank in ref.ranks:
             rollout = self.rollouts[rank]
             if rollout.version != version or rollout.dirty is not None:
-                self._violated(f"{rank} ended at version {rollout.version} ({rollout.dirty or 'clean'}), not at {version}")
+                held = f"version {rollout.version} ({rollout.dirty or 'clean'})"
+                self._violated(f"{rank} ended at {held}, not at {version}")
         if not self.engines[ref.number].generating:
             self._violated(f"rollout {ref.number} does not generate at the end")
 
@@ -309,13 +287,18 @@ class FaultRun:
         if any(not fault.kind.startswith("fail") and verb != "post" for fault, verb in self.plan.hit):
             return
         holds: dict[int, bool] = {}
-        for (began, ended), outcome in zip(self.times, self.report.outcomes[str(self.trainers[0].verbs.me)], strict=True):
+        outcomes = self.report.outcomes[str(self.trainers[0].verbs.me)]
+        for (began, ended), outcome in zip(self.times, outcomes, strict=True):
             quiet = not any(began <= at <= ended for at in self.plan.times_ns)
             if quiet and not outcome.committed:
-                self._violated(f"update {outcome.update}, into which no fault fell, did not commit: {outcome.reason}")
+                self._violated(
+                    f"update {outcome.update}, into which no fault fell, did not commit: {outcome.reason}"
+                )
             for number in outcome.full:
                 if holds.get(number, False):
-                    self._violated(f"update {outcome.update} was sent whole to rollout {number}, which held its base")
+                    self._violated(
+                        f"update {outcome.update} was sent whole to rollout {number}, which held its base"
+                    )
             if outcome.committed:
                 holds = dict.fromkeys(outcome.members, True)
 

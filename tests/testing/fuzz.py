@@ -9,7 +9,8 @@ from typing import NamedTuple
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.faults import Fault, drawn, exhaustive
-from weightsync.testing.faults import MS, SETTINGS, FaultRun, Report
+from weightsync.testing.faults import FaultRun, Report
+from weightsync.testing.tiny import MS, SETTINGS
 
 
 class Protocol(NamedTuple):
@@ -62,11 +63,14 @@ class Finding:
 
     def __str__(self) -> str:
         case = self.case
-        head = f"seed {case.seed}, {case.updates} updates, receive = {case.receive}, groups break after {case.detect_ms} ms"
+        head = f"seed {case.seed}, {case.updates} updates, receive = {case.receive}"
+        head += f", groups break after {case.detect_ms} ms"
         lines = [f"found in run {self.runs}: {head}", f"  {self.report}", "  its trace:"]
         for span in self.report.trace.spans:
             mark = "" if span.ok else "  failed"
-            lines.append(f"    {span.start_ns:>12} to {span.end_ns:>12} ns  {span.rank:<12} {span.verb}{mark}")
+            lines.append(
+                f"    {span.start_ns:>12} to {span.end_ns:>12} ns  {span.rank:<12} {span.verb}{mark}"
+            )
         return "\n".join(lines)
 
 

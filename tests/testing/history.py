@@ -38,14 +38,18 @@ class History:
         if version in self.versions:
             self.reused.append(version)
         self._keys[version] = key if key is not None else ("version", id(self), version)
-        self.versions[version] = self._once("export", self._keys[version], lambda: self.deployment.export(params))
+        self.versions[version] = self._once(
+            "export", self._keys[version], lambda: self.deployment.export(params)
+        )
 
     def held(self, version: int, rank: RankId) -> dict[str, Tensor]:
         """What ``rank`` must hold of ``version``, by runtime name."""
         checkpoint = self.versions[version]
         return self._once(rank, self._keys[version], lambda: self.deployment.weights(rank, checkpoint))
 
-    def _once(self, what: Hashable, key: Hashable, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _once(
+        self, what: Hashable, key: Hashable, make: Callable[[], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
         if (what, key) not in self.memo:
             self.memo[what, key] = make()
         return self.memo[what, key]  # type: ignore[no-any-return]
@@ -60,5 +64,7 @@ class History:
                 continue
             unequal = (int_view(weights[name]) != int_view(expected)).nonzero().reshape(-1)
             if len(unequal):
-                found.append(f"{name}: {len(unequal)} of {expected.numel()} elements, the first at {int(unequal[0])}")
+                found.append(
+                    f"{name}: {len(unequal)} of {expected.numel()} elements, the first at {int(unequal[0])}"
+                )
         return found

@@ -1,0 +1,218 @@
+"""What one rollout rank does with its own bytes: take an update in, prove it, apply it, keep it or give it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightsync.reference.clock import Task
+from weightsync.reference.errors import StaleVersion, UpdateAborted
+from weightsync.reference.fanout import Fanout
+from weightsync.reference.members import Group, RankId
+from weightsync.reference.protocol import DELTA, FULL, ProtocolSettings
+from weightsync.reference.rank import Verbs
+
+
+@dataclass
+class Receiving:
+    """One update on its way in.
+
+    Attributes:
+        prepared: True once every rank of the rollout has applied and proved it; the decision is the trainer's.
+        ends_ns: when the leader, hearing nothing more, rolls back on its own.
+    """
+
+    version: int
+    base: int
+    kind: str
+    group: Group
+    deadline_ns: int
+    ends_ns: int
+    sequence: int = 0
+    staged: list[Any] = field(default_factory=list)
+    digest: int | None = None
+    receiving: Task | None = None
+    preparing: Task | None = None
+    touched: bool = False
+    prepared: bool = False
+    ended: bool = False
+
+
+class Receiver:
+    """One rollout rank's own state. ``Rollout`` adds who gives the orders.
+
+    Args:
+        verbs: this rank's verbs; its local bytes are a ``Target``.
+        settings: equal on every rank.
+
+    Attributes:
+        version: the label: the version whose bits this rank holds, unless it is dirty.
+        dirty: None, or why the weights may be none of a version's; generation is paused then.
+        highest: the highest version number ever tried here.
+        epoch: the group epoch it is in.
+        generating: True while requests may read the weights; the leader's.
+        resumed: True once the last resume is known to have worked.
+        update: what is on its way in, or None.
+        leader: True on the rank that pauses and resumes generation.
+    """
+
+    def __init__(self, verbs: Verbs, settings: ProtocolSettings) -> None:
+        self.verbs = verbs
+        self.settings = settings
+        self.fanout = Fanout(verbs, settings.tries)
+        self.leader = True
+        self.version = 0
+        self.highest = 0
+        self.epoch = 0
+        self.dirty: str | None = "it holds no weights yet"
+        self.generating = False
+        self.resumed = False
+        self.update: Receiving | None = None
+        self.groups: list[Group] = []
+
+    async def begin(self, body: Mapping[str, Any], deadline_ns: int) -> Receiving:
+        """Get this rank ready for one version; refuses a number tried before and a base it does not hold."""
+        version, base, kind = body["version"], body["base"], body["kind"]
+        if body["epoch"] != self.epoch:
+            raise StaleVersion(
+                f"group epoch {body['epoch']} is not {self.epoch}, which {self.verbs.me} joined"
+            )
+        if version <= self.highest:
+            raise StaleVersion(
+                f"version {version} was tried before on {self.verbs.me}; take one above {self.highest}"
+            )
+        if kind == DELTA and (self.dirty is not None or base != self.version):
+            raise StaleVersion(
+                f"a delta on version {base} does not fit {self.verbs.me}, which holds {self.version} "
+                f"({self.dirty or 'clean'}); send a full update"
+            )
+        self.verbs.update = body["update"]
+        await self.end_update(f"version {version} began")
+        self.highest = version
+        group = Group(body["group"], self.epoch, tuple(RankId.parse(name) for name in body["members"]))
+        self.update = Receiving(version, base, kind, group, deadline_ns, deadline_ns + self.settings.lease_ns)
+        if self.settings.receive == "stream":
+            try:
+                await self.pause()
+            except Exception as error:
+                await self.end_update(str(error))
+                raise
+            self.mark(self.update)
+        return self.update
+
+    async def receive(self, update: Receiving) -> None:
+        """Take in every bucket of an update until its trailer."""
+        if update.group not in self.groups:
+            self.groups.append(update.group)
+            await self.verbs.connect(update.group, update.deadline_ns)
+        while not await self.accept(update, await self.verbs.receive(update.group, update.deadline_ns)):
+            pass
+
+    async def accept(self, update: Receiving, bucket: Any) -> bool:
+        """Prove one bucket, then stage or apply it; True when it was the trailer."""
+        decoded = await self.verbs.decode(bucket)
+        await self.verbs.validate(
+            decoded, version=update.version, base=update.base, epoch=self.epoch, sequence=update.sequence
+        )
+        update.sequence += 1
+        if decoded.aborted is not None:
+            raise UpdateAborted("transfer", f"the sender said: {decoded.aborted}")
+        if decoded.end is not None:
+            update.digest = decoded.end.digest
+            return True
+        if self.settings.receive == "stage":
+            update.staged.append(decoded)
+        else:
+            await self.install(update, decoded)
+        return False
+
+    async def received(self, update: Receiving) -> Mapping[str, Any]:
+        """Every bucket of the update is here and proved, on this rank."""
+        if update.receiving is None:
+            raise StaleVersion(f"version {update.version} never started to arrive on {self.verbs.me}")
+        await self.verbs.join([update.receiving], update.deadline_ns)
+        return {}
+
+    async def install_all(self, update: Receiving) -> int:
+        """Apply what was staged; this rank's share of the digest, or 0 when this update is not verified."""
+        for decoded in update.staged:
+            await self.install(update, decoded)
+        update.staged.clear()
+        return await self.verbs.digest() if self.verifies() else 0
+
+    async def install(self, update: Receiving, decoded: Any) -> None:
+        """Write one bucket; a delta keeps the old bits, a full update has no cheap undo."""
+        update.touched = True
+        await self.verbs.apply(decoded, undo=update.kind == DELTA)
+
+    async def end_update(self, reason: str, own: Task | None = None) -> None:
+        """Give up the update in progress: roll back and, unless dirty, resume under the old label.
+
+        ``own`` is the task that calls, which must not cancel itself.
+        """
+        update = self.update
+        if update is None:
+            return
+        for task in (update.preparing, update.receiving):
+            if task is not own:
+                await self.fanout.stop(task)
+        if update.ended:
+            return
+        await self.roll_followers_back(update)
+        if not await self.roll_back(update):
+            await self.spoil(f"version {update.version} could not be rolled back after: {reason}")
+        update.ended = True
+        self.update = None
+        if self.leader and self.dirty is None and not self.resumed:
+            await self.fanout.quietly(self.resume, tries=1)
+
+    async def roll_followers_back(self, update: Receiving) -> None:
+        """Nothing: a rank on its own has no followers."""
+
+    async def roll_back(self, update: Receiving) -> bool:
+        """True once the old bits are back on this rank."""
+        return not update.touched or await self.fanout.quietly(self.verbs.rollback)
+
+    def expect(self, version: int) -> Receiving:
+        """The update in progress, if it is ``version``."""
+        if self.update is None or self.update.version != version:
+            now = "none" if self.update is None else str(self.update.version)
+            raise StaleVersion(
+                f"version {version} is not in progress on {self.verbs.me}; in progress is {now}"
+            )
+        return self.update
+
+    def verifies(self) -> bool:
+        """True when this update's digests are compared."""
+        every = self.settings.verify_every
+        return every > 0 and self.verbs.update % every == 0
+
+    def mark(self, update: Receiving) -> None:
+        """A full update cannot be undone: from its first byte until its commit this rank is dirty."""
+        if update.kind == FULL:
+            self.dirty = f"full update {update.version} is not committed"
+
+    async def spoil(self, reason: str) -> None:
+        """From here on these weights may be none of a version's: pause, then say so; the first reason stays."""
+        await self.fanout.quietly(self.pause, tries=1)
+        self.dirty = self.dirty or reason
+
+    async def pause(self) -> None:
+        """Stop generating on all ranks; the leader's."""
+        if self.leader and self.generating:
+            self.resumed = False
+            await self.fanout.retry(self.verbs.pause)
+            self.generating = False
+
+    async def resume(self) -> None:
+        """Generate again, under the label; the leader's."""
+        self.generating = True
+        await self.fanout.retry(self.verbs.resume)
+        self.resumed = True
+
+    async def close_groups(self) -> None:
+        """Drop every data group."""
+        for group in self.groups:
+            await self.fanout.quietly(lambda group=group: self.verbs.disconnect(group))  # type: ignore[misc]
+        self.groups = []
