@@ -19,7 +19,8 @@ from weightsync.reference.errors import PatchMismatch, PlanMismatch, StaleVersio
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import DELTA, FULL, ProtocolSettings
 from weightsync.reference.rank import Hooks
-from weightsync.reference.rollout import Receiving, Rollout
+from weightsync.reference.receiver import Receiving
+from weightsync.reference.rollout import Rollout
 from weightsync.reference.target import Target
 from weightsync.reference.trace import Trace
 
@@ -98,7 +99,7 @@ class ReceiverSession:
         self._turn = threading.RLock()
         self._calling: str | None = None
 
-    def hello(self, epoch: int, fingerprint: int, *, update: int = 0) -> Mapping[str, Any]:
+    def hello(self, epoch: int, fingerprint: int, update: int = 0) -> Mapping[str, Any]:
         """Join a group epoch, giving up what is in progress, and report what this rank holds.
 
         Returns ``version``, ``dirty``, ``highest`` and ``digest`` (this rank's share, signed 64 bit; see
@@ -118,7 +119,7 @@ class ReceiverSession:
             body = {"epoch": epoch, "fingerprint": fingerprint, "update": update}
             return self._run(self._rollout.hello(self._request("hello", body)))
 
-    def start(self, version: int, base: int = 0, kind: str = FULL, *, update: int | None = None) -> None:
+    def start(self, version: int, base: int = 0, kind: str = FULL, update: int | None = None) -> None:
         """Get ready to receive ``version``; an update in progress is rolled back first.
 
         Args:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from weightsync.reference.params import int_view, same_bits
 from weightsync.reference.protocol import ProtocolSettings
-from weightsync.reference.rollout import Receiving, Rollout
+from weightsync.reference.receiver import Receiving
+from weightsync.reference.rollout import Rollout
 from weightsync.testing.inprocess_run import InprocessRun, WholeTensors
 
 NAMES = ("a", "b", "c")
