@@ -129,10 +129,16 @@ class Receiver:
 
     async def received(self, update: Receiving) -> Mapping[str, Any]:
         """Every bucket of the update is here and proved, on this rank."""
-        if update.receiving is None:
-            raise StaleVersion(f"version {update.version} never started to arrive on {self.verbs.me}")
-        await self.verbs.join([update.receiving], update.deadline_ns)
+        await self.verbs.join([self.arriving(update)], update.deadline_ns)
         return {}
+
+    def arriving(self, update: Receiving) -> Task:
+        """The task that takes the update in."""
+        if update.receiving is None:
+            raise StaleVersion(
+                f"version {update.version} never started to arrive on {self.verbs.me}; start it first"
+            )
+        return update.receiving
 
     async def install_all(self, update: Receiving) -> int:
         """Apply what was staged; this rank's share of the digest, or 0 when this update is not verified."""

@@ -157,8 +157,14 @@ class Rollout(Receiver):
 
     async def ready(self, update: Receiving) -> Mapping[str, Any]:
         """Every rank of the rollout holds the version, applied and proved; from here the decision is the trainer's."""
-        await self.received(update)
-        await self.order("prepare", {"version": update.version}, update.deadline_ns)
+        body = {"version": update.version}
+        calls = [self.fanout.ask(rank, "prepare", body, update.deadline_ns) for rank in self.followers]
+        try:
+            # Side by side: a follower that refuses must be heard while this rank still waits for the next bucket.
+            await self.verbs.join([self.arriving(update), *calls], update.deadline_ns)
+        finally:
+            for call in calls:
+                await self.fanout.stop(call)
         await self.pause()
         self.mark(update)
         calls = [

@@ -187,6 +187,9 @@ class Trainer:
             vote = Vote(False, str(error), {"lost": error.lost} if error.lost else {})
         except Exception as error:
             vote = Vote(False, f"{type(error).__name__}: {error}")
+        if not vote.ok:
+            # Peers that wait for this rank in a data group hear of it now, not at their deadline.
+            await self._close_groups()
         verdict = await self.agree(name, vote, deadline_ns)
         self._check_losses(name, verdict)
         if not verdict.ok:
