@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from weightsync.reference.params import ParamMeta, TPAttributes, int_view
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.source import Part, Source
 from weightsync.reference.steps import Touched, run
+from weightsync.testing.byhand import deliver
 from weightsync.testing.twosides import TwoSides, cut_map, random_state
 
 A = ParamMeta("a", torch.bfloat16, (4, 6))
@@ -174,6 +176,51 @@ def test_a_digest_afresh_shows_what_a_diff_missed(monkeypatch: pytest.MonkeyPatc
     assert run(source.diff(1, 0)).nnz == 0
     assert run(source.digest(1)) == run(source.digest(0))
     assert run(source.digest(1, afresh=True)) != run(source.digest(0))
+
+
+def test_a_diff_against_an_overwritten_base_is_not_built_upon() -> None:
+    sides = two_ranks(A)
+    changed_by(sides, [[(0, 1)]])
+    source = sides.sources[0]
+    sides.train([[(2, 1)]])
+    run(source.snapshot(0))
+    run(source.digest(0))
+    known = run(source.digest(1))
+    assert known == run(source.digest(1, afresh=True))
+
+
+def test_rows_in_any_order_are_told_in_the_checkpoints() -> None:
+    """A layout may hold a tensor's rows backwards; what travels is sorted all the same."""
+    backwards = cut_map(A, 0, None, 0, 1)
+    backwards = replace(backwards, row=backwards.row.flip(0))
+    forwards = {"p0": cut_map(A, 0, None, 0, 1)}
+    sides = TwoSides((A,), [{"p0": backwards}], [forwards], 1 << 20, HUGE, random_state((A,), 0))
+    (target,) = sides.targets()
+    deliver(target, sides.full())
+    sides.expect([target])
+    run(target.commit())
+    sides.train([[(1, 1), (8, 2), (22, 4)]])
+    deliver(target, sides.delta())
+    sides.expect([target])
+
+
+def test_other_parts_of_the_same_group_are_joined_anew() -> None:
+    sides = two_ranks(A, bucket_bytes=120)
+    for source in sides.sources:
+        run(source.snapshot(0))
+    (group,) = sides.plan.groups(None)
+    assert len(group.buckets) > 1
+    lead, matrix = sides.sources[0], [(0,), (0,)]
+    for _ in range(2):
+        parts = [run(source.part(0, None, group)) for source in sides.sources]
+        bucket = run(
+            lead.encode(parts, group, group.buckets[0], matrix, replace(HEADING, kind="full", base=0))
+        )
+        (found,) = unpack(bucket, sides.metas)
+        assert torch.equal(found.bits, int_view(sides.state[0])[: found.spec.count])
+        sides.train([[(0, 1)]])
+        for source in sides.sources:
+            run(source.snapshot(0))
 
 
 def test_steps_say_what_they_touch_at_their_pause() -> None:
