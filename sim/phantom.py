@@ -1,0 +1,182 @@
+"""Sources and targets that count bytes and move none: a run's timing without its values.
+
+They offer the steps of ``reference.Source`` and ``reference.Target``. How many elements change is given, as a
+scenario draws it from its seed; everything else follows from the plan, so that verbs, buckets and bytes are those of
+a run with values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from weightsync.reference.buckets import ABORT, END, BucketSpec, Heading, read_abort, read_end
+from weightsync.reference.headers import Header
+from weightsync.reference.plan import GatherGroup, TransferPlan
+from weightsync.reference.rowmap import RowMap
+from weightsync.reference.steps import Step, Touched
+
+
+@dataclass(frozen=True, slots=True)
+class Phantom:
+    """Something of a size: a snapshot, a rank's part, a decoded bucket.
+
+    Attributes:
+        nbytes: bytes it stands for.
+        end: the trailer of a success, or None.
+        aborted: the sender's reason in the trailer of a failure, or None.
+        written: bytes that applying it writes on a rank.
+    """
+
+    nbytes: int
+    end: Any = None
+    aborted: str | None = None
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PhantomChanges:
+    """How many elements a rank tells; see ``reference.source.Changes``."""
+
+    counts: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def nnz(self) -> int:
+        """Changed elements of this rank."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PhantomBucket:
+    """A bucket of a size, with the heading that a real one has."""
+
+    heading: Heading
+    spec: BucketSpec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, header included."""
+        return self.spec.nbytes
+
+    def copy(self) -> PhantomBucket:
+        """Itself: there is no memory to own."""
+        return self
+
+
+class PhantomSource:
+    """The bytes of one trainer rank, counted only.
+
+    Args:
+        plan: equal on every rank.
+        rank: this rank, an index into ``plan.maps``.
+        counts: gives the elements of each piece, over all ranks, that changed since the last snapshot.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int, counts: Callable[[], Sequence[int]]) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.counts = counts
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes of this rank's parameters."""
+        return sum(_bytes(row_map) for row_map in self.plan.maps[self.rank])
+
+    def snapshot(self, slot: int) -> Step[Phantom]:
+        """See ``reference.source.Source.snapshot``."""
+        yield Touched(self.held_bytes, reads=("live",), writes=(f"slot{slot}",))
+        return Phantom(self.held_bytes)
+
+    def diff(self, slot: int, base: int | None) -> Step[PhantomChanges]:
+        """See ``reference.source.Source.diff``; this rank's share of the given counts, by what it owns."""
+        yield Touched(2 * self.held_bytes, reads=(f"slot{slot}", f"slot{base}"))
+        shares = tuple(self._share(number, total) for number, total in enumerate(self.counts()))
+        sizes = [self.plan.tensors[piece.tensor].itemsize + 4 for piece in self.plan.pieces]
+        return PhantomChanges(shares, sum(n * size for n, size in zip(shares, sizes, strict=True)))
+
+    def digest(self, slot: int) -> Step[int]:
+        """See ``reference.source.Source.digest``; always 0."""
+        yield Touched(0, reads=(f"slot{slot}",))
+        return 0
+
+    def part(self, slot: int, changes: PhantomChanges | None, group: GatherGroup) -> Step[Phantom]:
+        """See ``reference.source.Source.part``."""
+        counts = (0,) * len(self.plan.pieces) if changes is None else changes.counts
+        nbytes = self.plan.part_bytes(group, self.rank, counts)
+        yield Touched(nbytes, reads=(f"slot{slot}",))
+        return Phantom(nbytes)
+
+    def encode(
+        self,
+        parts: Sequence[Any],
+        group: GatherGroup,
+        spec: BucketSpec,
+        matrix: Sequence[Sequence[int]],
+        heading: Heading,
+    ) -> Step[PhantomBucket]:
+        """See ``reference.source.Source.encode``."""
+        yield Touched(spec.nbytes)
+        return PhantomBucket(heading, spec)
+
+    def _share(self, piece: int, total: int) -> int:
+        """Part of ``total`` in proportion to what this rank owns; the ranks' shares add up to it exactly."""
+        owned = [self.plan.owned(rank, piece) for rank in range(len(self.plan.maps))]
+        before, numel = sum(owned[: self.rank]), max(1, sum(owned))
+        return (before + owned[self.rank]) * total // numel - before * total // numel
+
+
+class PhantomTarget:
+    """The bytes of one rollout rank, counted only.
+
+    Args:
+        maps: runtime name -> its map.
+        model_bytes: bytes of the whole checkpoint; a bucket writes this rank's share of it.
+    """
+
+    def __init__(self, maps: Mapping[str, RowMap], model_bytes: int) -> None:
+        self.held_bytes = sum(map(_bytes, maps.values()))
+        self.model_bytes = max(1, model_bytes)
+
+    def decode(self, bucket: Any) -> Step[Phantom]:
+        """See ``reference.target.Target.decode``."""
+        yield Touched(bucket.nbytes)
+        header = getattr(bucket, "header", None)
+        if isinstance(header, Header) and header.kind == END:
+            return Phantom(bucket.nbytes, end=read_end(bucket))
+        if isinstance(header, Header) and header.kind == ABORT:
+            return Phantom(bucket.nbytes, aborted=read_abort(bucket))
+        return Phantom(bucket.nbytes, written=bucket.nbytes * self.held_bytes // self.model_bytes)
+
+    def validate(self, decoded: Phantom, *, version: int, base: int, epoch: int, sequence: int) -> Step[None]:
+        """See ``reference.target.Target.validate``; nothing can be wrong with a count."""
+        yield Touched(decoded.nbytes)
+
+    def apply(self, decoded: Phantom, undo: bool) -> Step[int]:
+        """See ``reference.target.Target.apply``."""
+        yield Touched(decoded.written, writes=("weights",))
+        return decoded.written
+
+    def rollback(self) -> Step[int]:
+        """See ``reference.target.Target.rollback``."""
+        yield Touched(0, writes=("weights",))
+        return 0
+
+    def commit(self) -> Step[None]:
+        """See ``reference.target.Target.commit``."""
+        yield Touched(0)
+
+    def digest(self) -> Step[int]:
+        """See ``reference.target.Target.digest``; always 0."""
+        yield Touched(self.held_bytes, reads=("weights",))
+        return 0
+
+    def same_digest(self, found: int, expected: int) -> bool:
+        """True: without values every digest is 0."""
+        return found == expected
+
+
+def _bytes(row_map: RowMap) -> int:
+    return row_map.tensor.numel() * row_map.width * row_map.dtype.itemsize

@@ -1,0 +1,70 @@
+"""A run that only counts bytes shows the verbs, the buckets and the bytes of a run with values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from weightsync.reference.members import RankId
+from weightsync.reference.protocol import Outcome
+from weightsync.reference.source import Source
+from weightsync.reference.target import Target
+from weightsync.sim.phantom import PhantomSource, PhantomTarget
+from weightsync.testing.faults import FaultRun
+from weightsync.testing.tiny import tiny_deployment
+
+
+class Counted(FaultRun):
+    """The same run with phantoms; ``totals`` are the counts that a run with values showed, update by update."""
+
+    def __init__(self, totals: Sequence[Sequence[int]]) -> None:
+        self.totals = totals
+        super().__init__()
+
+    def _verbs(self, rank: RankId, local: Any, engine: Any = None) -> Any:
+        plan = self.deployment.plan
+        if isinstance(local, Source):
+            local = PhantomSource(plan, rank.rank, lambda: self.totals[self.step])
+        elif isinstance(local, Target):
+            model = sum(meta.nbytes for meta in self.deployment.tensors)
+            local = PhantomTarget(self.deployment.rollout_maps(rank), model)
+        return super()._verbs(rank, local, engine)
+
+    def _check_bits(self, ref: Any, when: str) -> None:
+        """There are none."""
+
+
+@pytest.fixture(scope="module")
+def with_values() -> FaultRun:
+    run = FaultRun()
+    run.run()
+    return run
+
+
+def counted(with_values: FaultRun) -> Counted:
+    outcomes = with_values.report.outcomes["trainer.0"]
+    run = Counted([outcome.counts or (0,) * len(tiny_deployment().plan.pieces) for outcome in outcomes])
+    run.run()
+    return run
+
+
+def sizes(outcomes: Sequence[Outcome]) -> list[tuple[Any, ...]]:
+    return [(o.version, o.committed, o.full, o.changed, o.full_bytes, o.delta_bytes) for o in outcomes]
+
+
+def test_a_counted_run_shows_the_same_verbs_and_bytes(with_values: FaultRun) -> None:
+    run = counted(with_values)
+    assert run.report.violations == []
+    assert sizes(run.report.outcomes["trainer.0"]) == sizes(with_values.report.outcomes["trainer.0"])
+    for rank in with_values.report.trace.ranks():
+        assert run.report.trace.verbs(rank) == with_values.report.trace.verbs(rank)
+
+
+def test_the_ranks_shares_add_up_to_the_given_counts() -> None:
+    plan = tiny_deployment().plan
+    totals = [piece.count // 2 for piece in plan.pieces]
+    shares = [PhantomSource(plan, rank, lambda: totals) for rank in range(len(plan.maps))]
+    for number, total in enumerate(totals):
+        assert sum(source._share(number, total) for source in shares) == total
