@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.reference.clock import Task
@@ -60,15 +60,21 @@ class Fanout:
         effect = self.retry(lambda: self.verbs.call(peer, op, body, deadline_ns))
         return self.verbs.spawn(effect, f"{op} {peer}")
 
-    async def all_or_first_error(self, tasks: Sequence[Task], deadline_ns: int) -> list[Any]:
-        """Every task's result; at the first failure the others are cancelled and it is raised."""
+    @contextlib.asynccontextmanager
+    async def ending(self, tasks: Sequence[Task]) -> AsyncIterator[None]:
+        """However the block is left, by a cancel too, none of ``tasks`` outlives it."""
         try:
-            if tasks:
-                await self.verbs.join(tasks, deadline_ns)
+            yield
         finally:
             for task in tasks:
                 await self.stop(task)
-        return [task.result() for task in tasks]
+
+    async def all_or_first_error(self, tasks: Sequence[Task], deadline_ns: int) -> list[Any]:
+        """Every task's result; at the first failure the others are cancelled and it is raised."""
+        async with self.ending(tasks):
+            if tasks:
+                await self.verbs.join(tasks, deadline_ns)
+            return [task.result() for task in tasks]
 
     async def settle(self, tasks: Sequence[Task], deadline_ns: int) -> list[Any]:
         """Every task's result or the Exception that came instead, whatever becomes of the others."""

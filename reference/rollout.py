@@ -159,25 +159,15 @@ class Rollout(Receiver):
         """Every rank of the rollout holds the version, applied and proved; from here the decision is the trainer's."""
         body = {"version": update.version}
         calls = [self.fanout.ask(rank, "prepare", body, update.deadline_ns) for rank in self.followers]
-        try:
+        async with self.fanout.ending(calls):
             # Side by side: a follower that refuses must be heard while this rank still waits for the next bucket.
             await self.verbs.join([self.arriving(update), *calls], update.deadline_ns)
-        finally:
-            for call in calls:
-                await self.fanout.stop(call)
         await self.pause()
         self.mark(update)
-        calls = [
-            self.fanout.ask(rank, "apply", {"version": update.version}, update.deadline_ns)
-            for rank in self.followers
-        ]
-        try:
+        calls = [self.fanout.ask(rank, "apply", body, update.deadline_ns) for rank in self.followers]
+        async with self.fanout.ending(calls):
             share = await self.install_all(update)
-        except Exception:
-            for call in calls:
-                await self.fanout.stop(call)
-            raise
-        replies = await self.fanout.all_or_first_error(calls, update.deadline_ns)
+            replies = await self.fanout.all_or_first_error(calls, update.deadline_ns)
         if self.verifies():
             digest = wrap(share + sum(reply["digest"] for reply in replies))
             if update.digest is None or not await self.verbs.compare_digests(digest, update.digest):
