@@ -16,6 +16,7 @@ from __future__ import annotations
 from weightsync.testing.conformance_base import ConformanceBase
 from weightsync.testing.conformance_control import ControlConformance
 from weightsync.testing.conformance_groups import GroupConformance
+from weightsync.testing.conformance_losses import LossConformance
 from weightsync.testing.conformance_source import SourceConformance
 from weightsync.testing.conformance_target import TargetConformance
 from weightsync.testing.conformance_update import UpdateConformance
@@ -32,6 +33,7 @@ class BackendConformance(
     TargetConformance,
     ControlConformance,
     GroupConformance,
+    LossConformance,
     UpdateConformance,
 ):
-    """The trainer's bytes, the wire, the rollout's bytes, the control plane, data groups, whole updates."""
+    """Bytes of the trainer, wire, bytes of the rollout, control plane, data groups, losses, whole updates."""
