@@ -34,7 +34,10 @@ class Task(Protocol):
 
 
 class Clock(Protocol):
-    """Time and structured concurrency for the tasks of one rank."""
+    """Time and structured concurrency for the tasks of one rank.
+
+    A clock takes back its own futures and tasks only, so those arguments are typed Any here.
+    """
 
     def now_ns(self) -> int:
         """Current time as int nanoseconds; the origin is the clock's own."""
@@ -42,7 +45,7 @@ class Clock(Protocol):
     def future(self) -> Future:
         """A new pending future of this clock."""
 
-    async def wait(self, future: Future, deadline_ns: int | None) -> Any:
+    async def wait(self, future: Any, deadline_ns: int | None) -> Any:
         """Value of ``future``, or its error raised.
 
         Raises TimeoutError when ``deadline_ns`` passes first (at once if it has passed and the future is not
@@ -52,14 +55,14 @@ class Clock(Protocol):
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """Start a task of this rank. Its error reaches whoever joins it; ``unjoined`` reports the others."""
 
-    async def join(self, tasks: Sequence[Task], deadline_ns: int | None) -> None:
+    async def join(self, tasks: Sequence[Any], deadline_ns: int | None) -> None:
         """Return when every task is done; raise the first error as soon as a task fails (a cancelled task raises
         CancelledError's stand-in, ``WeightSyncError('task ... was cancelled')``); raise TimeoutError at the deadline.
 
         The other tasks are left running in both cases.
         """
 
-    async def cancel(self, task: Task) -> None:
+    async def cancel(self, task: Any) -> None:
         """Throw CancelledError into the task where it waits and return once it ended; its outcome is dropped.
 
         No-op for a done task.

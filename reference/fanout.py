@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from weightsync.reference.clock import Task
@@ -80,7 +81,7 @@ class Fanout:
         """Every task's result or the Exception that came instead, whatever becomes of the others."""
         try:
             for task in tasks:
-                await self.quietly(lambda task=task: self._until_done(task, deadline_ns))  # type: ignore[misc]
+                await self.quietly(partial(self._until_done, task, deadline_ns))
         finally:
             late = [task for task in tasks if not task.done()]
             for task in late:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from weightsync.reference.clock import Task
@@ -220,5 +221,5 @@ class Receiver:
     async def close_groups(self) -> None:
         """Drop every data group."""
         for group in self.groups:
-            await self.fanout.quietly(lambda group=group: self.verbs.disconnect(group))  # type: ignore[misc]
+            await self.fanout.quietly(partial(self.verbs.disconnect, group))
         self.groups = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from weightsync.reference.control import Request
@@ -262,7 +263,7 @@ class Rollout(Receiver):
         """The run is over: roll back what is not committed, release the followers, drop the groups."""
         await self.end_update(reason)
         for rank in self.followers:
-            await self.fanout.quietly(lambda rank=rank: self.verbs.post(rank, "bye", {}))  # type: ignore[misc]
+            await self.fanout.quietly(partial(self.verbs.post, rank, "bye", {}))
         await self.close_groups()
 
     # ---- helpers ---------------------------------------------------------------------------------------------

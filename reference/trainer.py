@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from weightsync.reference.control import Verdict, Vote
@@ -91,7 +92,7 @@ class Trainer:
         """Release the rollouts and drop every group; call it once, after the last update."""
         if self.lead:
             for rollout in self.rollouts.values():
-                await self.fanout.quietly(lambda leader=rollout.leader: self.verbs.post(leader, "bye", {}))
+                await self.fanout.quietly(partial(self.verbs.post, rollout.leader, "bye", {}))
         await self._close_groups()
 
     # ---- stages ----------------------------------------------------------------------------------------------
@@ -146,9 +147,9 @@ class Trainer:
         """After a failed update: tell the members, drop every group; the next update connects a new epoch."""
         if self.lead and self.job is not None and self.job.version is not None:
             for number in self.members:
-                leader, body = self.rollouts[number].leader, {"version": self.job.version, "reason": reason}
+                body = {"version": self.job.version, "reason": reason}
                 await self.fanout.quietly(
-                    lambda leader=leader, body=body: self.verbs.post(leader, "abort", body)
+                    partial(self.verbs.post, self.rollouts[number].leader, "abort", body)
                 )
         await self._close_groups()
         self.members = ()
@@ -305,7 +306,7 @@ class Trainer:
 
     async def _close_groups(self) -> None:
         for group in self.groups:
-            await self.fanout.quietly(lambda group=group: self.verbs.disconnect(group))
+            await self.fanout.quietly(partial(self.verbs.disconnect, group))
         self.groups = []
 
     def _check_losses(self, stage: str, verdict: Verdict) -> None:

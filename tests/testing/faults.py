@@ -261,10 +261,10 @@ class FaultRun:
         except BaseException as error:
             self._violated(f"{name} died: {error!r}")
         else:
-            lost = [peer for peer in dead if peer.startswith("trainer")]
-            if name.startswith("trainer") and lost:
+            killed = [peer for peer in dead if peer.startswith("trainer")]
+            if name.startswith("trainer") and killed:
                 self._violated(
-                    f"{name} ended as if nothing had happened, although {', '.join(lost)} was killed"
+                    f"{name} ended as if nothing had happened, although {', '.join(killed)} was killed"
                 )
 
     def _check_last(self, ref: RolloutRef) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.reference.control import Request, Verdict, Vote
-from weightsync.reference.rollout import Receiving, Rollout
+from weightsync.reference.receiver import Receiving
+from weightsync.reference.rollout import Rollout
 from weightsync.reference.trainer import Trainer
 
 
