@@ -146,11 +146,9 @@ class Trainer:
     async def abandon(self, reason: str) -> None:
         """After a failed update: tell the members, drop every group; the next update connects a new epoch."""
         if self.lead and self.job is not None and self.job.version is not None:
-            for number in self.members:
-                body = {"version": self.job.version, "reason": reason}
-                await self.fanout.quietly(
-                    partial(self.verbs.post, self.rollouts[number].leader, "abort", body)
-                )
+            body = {"version": self.job.version, "reason": reason}
+            for leader in self._leaders():
+                await self.fanout.quietly(partial(self.verbs.post, leader, "abort", body))
         await self._close_groups()
         self.members = ()
 
@@ -249,18 +247,13 @@ class Trainer:
             await transmit(self, job, deadline_ns)
             return
         tasks = [self.verbs.spawn(transmit(self, job, deadline_ns), "transmit")]
-        leaders = [self.rollouts[number].leader for stream in job.streams for number in stream.rollouts]
-        tasks += [
-            self.fanout.ask(leader, "prepare", {"version": job.version}, deadline_ns) for leader in leaders
-        ]
+        body = {"version": job.version}
+        tasks += [self.fanout.ask(leader, "prepare", body, deadline_ns) for leader in self._leaders()]
         await self.fanout.all_or_first_error(tasks, deadline_ns)
 
     async def _commit_rollouts(self, job: Job, deadline_ns: int) -> None:
-        leaders = [self.rollouts[number].leader for number in self.members]
-        calls = [
-            self.fanout.ask_often(leader, "commit", {"version": job.version}, deadline_ns)
-            for leader in leaders
-        ]
+        body = {"version": job.version}
+        calls = [self.fanout.ask_often(leader, "commit", body, deadline_ns) for leader in self._leaders()]
         for reply in await self.fanout.settle(calls, deadline_ns):
             if isinstance(reply, Exception):
                 raise reply
@@ -284,6 +277,9 @@ class Trainer:
             changed=sum(job.counts) if delta else None, counts=self.plan.tensor_counts(job.counts) if delta else None,
             full_bytes=job.nbytes[FULL], delta_bytes=job.nbytes[DELTA], digest=job.digest,
         )  # fmt: skip
+
+    def _leaders(self) -> list[RankId]:
+        return [self.rollouts[number].leader for number in self.members]
 
     def _streams(self) -> list[Stream]:
         current = tuple(n for n in self.members if n not in self.behind)
@@ -310,11 +306,8 @@ class Trainer:
         self.groups = []
 
     def _check_losses(self, stage: str, verdict: Verdict) -> None:
-        lost = [
-            *verdict.lost,
-            *(vote.data["lost"] for vote in verdict.votes.values() if vote.data.get("lost")),
-        ]
-        for name in lost:
+        named = [vote.data["lost"] for vote in verdict.votes.values() if vote.data.get("lost")]
+        for name in (*verdict.lost, *named):
             rank = RankId.parse(name)
             if rank.role == "trainer" or self.settings.on_rollout_loss == "fail":
                 raise PeerLost(name, stage)
