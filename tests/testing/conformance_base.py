@@ -40,7 +40,7 @@ class ConformanceBase(Memory):
 
     def wire(self, bucket: Any) -> bytes:
         """The bytes of a bucket as they go on the wire."""
-        return bucket.header.pack() + bytes(bucket.payload.cpu().numpy())
+        return wire_bytes(bucket)
 
     # ---- the kit's -----------------------------------------------------------------------------------------
 
@@ -118,6 +118,12 @@ class ConformanceBase(Memory):
         }
 
 
+def wire_bytes(bucket: Any) -> bytes:
+    """The bytes of a bucket as they go on the wire."""
+    raw: bytes = bucket.header.pack() + bytes(bucket.payload.cpu().numpy())
+    return raw
+
+
 def trainer_group(sample: Sample) -> Group:
     """The trainer's ranks as a data group."""
     return Group("trainer", EPOCH, sample.trainers)
@@ -165,6 +171,17 @@ def expect_bits(found: Tensor, expected: Tensor, call: str) -> None:
     raise AssertionError(
         f"{call}: {len(wrong)} of {len(want)} elements are wrong, the first at position {at}: got bits "
         f"{int(got[at]) & mask:#x}, expected {int(want[at]) & mask:#x}"
+    )
+
+
+def expect_bytes(found: bytes, expected: bytes, call: str) -> None:
+    """Equal bytes; the sentence says which is wrong."""
+    __tracebackhide__ = True
+    assert len(found) == len(expected), f"{call}: got {len(found)} bytes, expected {len(expected)}"
+    wrong = [at for at, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    assert not wrong, (
+        f"{call}: {len(wrong)} of {len(expected)} bytes are wrong, the first at byte {wrong[0]}: got "
+        f"{found[wrong[0]]:#04x}, expected {expected[wrong[0]]:#04x}"
     )
 
 

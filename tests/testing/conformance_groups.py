@@ -22,6 +22,7 @@ from weightsync.testing.conformance_base import (
     EPOCH,
     ConformanceBase,
     attempt,
+    expect_bytes,
     expect_equal,
     expect_refused,
 )
@@ -51,7 +52,7 @@ class GroupConformance(ConformanceBase):
         results = self.results(self._connected({A: send, B: receive, C: receive}))
         for rank in (B, C):
             for number, (found, bucket) in enumerate(zip(results[rank], buckets, strict=True)):
-                expect_equal(found, self.wire(bucket), f"bytes of receive number {number} on {rank}")
+                expect_bytes(found, self.wire(bucket), f"bytes of receive number {number} on {rank}")
 
     def test_what_was_received_belongs_to_the_receiver(self) -> None:
         bucket = self._buckets()[0]
@@ -73,7 +74,7 @@ class GroupConformance(ConformanceBase):
             return self.wire(found)
 
         found = self.results(self._connected({A: send, B: receive, C: receive}))[C]
-        expect_equal(
+        expect_bytes(
             found,
             self.wire(bucket),
             "a received bucket, after its sender and another receiver wrote to theirs",
@@ -92,7 +93,7 @@ class GroupConformance(ConformanceBase):
 
         results = self.results(self._connected({A: send, B: receive, C: receive}))
         for rank in (B, C):
-            expect_equal(
+            expect_bytes(
                 results[rank],
                 self.wire(bucket),
                 f"bucket received on {rank}, its sender's memory overwritten",

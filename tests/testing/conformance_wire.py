@@ -16,11 +16,13 @@ from weightsync.testing.conformance_base import (
     EACH_SAMPLE,
     ConformanceBase,
     attempt,
+    expect_bytes,
     expect_equal,
     expect_refused,
     expect_same,
     take_in,
     trainer_group,
+    wire_bytes,
 )
 from weightsync.testing.conformance_sample import Sample, make_sample
 
@@ -35,7 +37,7 @@ class WireConformance(ConformanceBase):
         found, expected = self.encoded(sample, kind), sample.reference_buckets(kind)[:-1]
         expect_equal(len(found), len(expected), f"number of {kind} buckets that gather and encode gave")
         for number, (bucket, wanted) in enumerate(zip(found, expected, strict=True)):
-            self._expect_bytes(bucket, wanted, f"bucket {number} of the {kind} update")
+            expect_bytes(self.wire(bucket), wire_bytes(wanted), f"bucket {number} of the {kind} update")
 
     @DELTA_AND_FULL
     def test_the_plan_foretells_every_byte(self, kind: str) -> None:
@@ -87,8 +89,10 @@ class WireConformance(ConformanceBase):
             len(found), len(expected), f"buckets of a delta in which trainer.{silent} changed nothing"
         )
         for number, (bucket, wanted) in enumerate(zip(found, expected, strict=True)):
-            self._expect_bytes(
-                bucket, wanted, f"bucket {number} of a delta in which trainer.{silent} changed nothing"
+            expect_bytes(
+                self.wire(bucket),
+                wire_bytes(wanted),
+                f"bucket {number} of a delta in which trainer.{silent} changed nothing",
             )
 
     def test_an_update_without_a_change_has_no_bucket(self) -> None:
@@ -154,12 +158,3 @@ class WireConformance(ConformanceBase):
 
     def _as_reference(self, bucket: Any) -> Bucket:
         return Bucket(bucket.header, bucket.payload.cpu())
-
-    def _expect_bytes(self, bucket: Any, wanted: Bucket, call: str) -> None:
-        found, expected = self.wire(bucket), wanted.header.pack() + bytes(wanted.payload.numpy())
-        expect_equal(len(found), len(expected), f"length of {call}")
-        wrong = [at for at, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
-        assert not wrong, (
-            f"{call}: {len(wrong)} of {len(expected)} bytes are wrong, the first at byte {wrong[0]}: got "
-            f"{found[wrong[0]]:#04x}, expected {expected[wrong[0]]:#04x}"
-        )
