@@ -22,6 +22,7 @@ WIDE = 1 << 31
 """From this many elements on, a tensor's positions do not fit int32."""
 
 _WORDS_AT_ONCE = 1 << 16
+_SPARSE_FROM = 200  # look into differing words only where fewer than one in this many differs
 _LANES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -266,9 +267,16 @@ def _changed_words(new: NDArray[Any], old: NDArray[Any]) -> NDArray[np.int64]:
     found: list[NDArray[np.int64]] = []
     for start in range(0, words, _WORDS_AT_ONCE):
         a, b = left[start : start + _WORDS_AT_ONCE], right[start : start + _WORDS_AT_ONCE]
-        differing = np.flatnonzero(a != b)
-        if differing.size == 0:
+        mask = a != b
+        count = np.count_nonzero(mask)
+        if count == 0:
             continue
+        if lanes > 1 and count * _SPARSE_FROM > mask.size:
+            # So many words differ that looking into each costs more than comparing every element.
+            taken = slice(start * lanes, start * lanes + mask.size * lanes)
+            found.append(np.flatnonzero(new[taken] != old[taken]) + taken.start)
+            continue
+        differing = np.flatnonzero(mask)
         if lanes > 1:
             which = np.flatnonzero((a[differing] ^ b[differing]).view(_LANES[itemsize]))
             differing = differing[which // lanes] * lanes + which % lanes
