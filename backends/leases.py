@@ -1,0 +1,91 @@
+"""Leases: each rank counts upwards under a key of its own, and watches the counts of its peers. Pure, no clock.
+
+Only a rank's own monotonic clock is used, so hosts may disagree about the time. Time in which no count could be
+read says nothing about anybody: a store that answers nobody for a while ends no lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+LEFT = b"left"
+"""What a rank that ends in order writes instead of a count."""
+
+BEATS_PER_LEASE = 4
+
+
+class Change(Enum):
+    """What became of a peer: its lease ended, it is held again, or the peer left in order."""
+
+    LOST = "lost"
+    FOUND = "found"
+    LEFT = "left"
+
+
+@dataclass
+class _Watched:
+    value: bytes | None = None
+    silent_ns: int = 0
+    held: bool = True
+
+
+class LeaseWatch:
+    """What one rank knows of its peers' leases.
+
+    Args:
+        peers: names of the ranks to watch.
+        lease_ns: a peer whose count stands still for so long is lost.
+        grace_ns: a peer that has never been seen is lost after so long.
+    """
+
+    def __init__(self, peers: Iterable[str], lease_ns: int, grace_ns: int) -> None:
+        self.lease_ns = lease_ns
+        self.grace_ns = grace_ns
+        self._peers = {peer: _Watched() for peer in peers}
+        self._looked_ns: int | None = None
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Peers that have never been seen."""
+        return tuple(peer for peer, watched in self._peers.items() if watched.value is None)
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Peers that have been seen at least once."""
+        return tuple(peer for peer, watched in self._peers.items() if watched.value is not None)
+
+    def look(self, now_ns: int, counts: Mapping[str, bytes]) -> list[tuple[Change, str]]:
+        """What changed since the last look, given what stands under each peer's key now.
+
+        Args:
+            now_ns: this rank's monotonic clock. A pause since the last look counts for two beats at most.
+            counts: peer -> its count; a peer without one is left out.
+        """
+        passed_ns = 0 if self._looked_ns is None else now_ns - self._looked_ns
+        passed_ns = min(passed_ns, 2 * self.lease_ns // BEATS_PER_LEASE)
+        self._looked_ns = now_ns
+        changes = []
+        for peer, watched in self._peers.items():
+            change = self._judge(watched, counts.get(peer, watched.value), passed_ns)
+            if change is not None:
+                changes.append((change, peer))
+        return changes
+
+    def _judge(self, watched: _Watched, value: bytes | None, passed_ns: int) -> Change | None:
+        if value == watched.value:
+            watched.silent_ns += passed_ns
+            limit_ns = self.grace_ns if value is None else self.lease_ns
+            if watched.held and watched.silent_ns >= limit_ns:
+                watched.held = False
+                return Change.LOST
+            return None
+        watched.value, watched.silent_ns = value, 0
+        if value is not None and value.endswith(LEFT):
+            watched.held = False
+            return Change.LEFT
+        if not watched.held:
+            watched.held = True
+            return Change.FOUND
+        return None
