@@ -67,8 +67,7 @@ class Fanout:
         try:
             yield
         finally:
-            for task in tasks:
-                await self.stop(task)
+            await self.stop_all(tasks)
 
     async def all_or_first_error(self, tasks: Sequence[Task], deadline_ns: int) -> list[Any]:
         """Every task's result; at the first failure the others are cancelled and it is raised."""
@@ -84,9 +83,20 @@ class Fanout:
                 await self.quietly(partial(self._until_done, task, deadline_ns))
         finally:
             late = [task for task in tasks if not task.done()]
-            for task in late:
-                await self.stop(task)
+            await self.stop_all(late)
         return [_outcome(task, task in late) for task in tasks]
+
+    async def stop_all(self, tasks: Sequence[Task]) -> None:
+        """Stop every one of ``tasks``; a cancel that comes meanwhile is raised only when that is done."""
+        cancelled: asyncio.CancelledError | None = None
+        for task in tasks:
+            try:
+                await self.stop(task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+                await self.stop(task)
+        if cancelled is not None:
+            raise cancelled
 
     async def stop(self, task: Task | None) -> None:
         """Cancel a task that still runs and return once it ended; an error it ended with is dropped on purpose."""
