@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 FaultKind = Literal["kill", "stall", "fail", "fail-after"]
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
@@ -35,6 +35,31 @@ class Fault:
         return f"{self.kind} {self.rank} at await {self.index}"
 
 
+CLEANUP = frozenset({"post", "cancel", "rollback", "disconnect", "pause", "resume"})
+"""Verbs that a fault sets off; in a run without faults they are few."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Followup:
+    """A second fault, in what the first one sets off: code that runs only then.
+
+    Attributes:
+        rank: name of the rank it hits.
+        count: which of the rank's clean-up verbs (``CLEANUP``) after the first fault it hits, counted from 1.
+        kind: as of a ``Fault``.
+    """
+
+    rank: str
+    count: int
+    kind: FaultKind
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.rank} at clean-up await {self.count} after that"
+
+
+AnyFault: TypeAlias = Fault | Followup
+
+
 class Effects(Protocol):
     """How one executor makes faults happen; the sim and the thread ranks each bring theirs."""
 
@@ -58,9 +83,9 @@ class FaultPlan:
         times_ns: when they happened, in the same order.
     """
 
-    faults: Sequence[Fault] = ()
+    faults: Sequence[AnyFault] = ()
     armed: bool = True
-    hit: list[tuple[Fault, str]] = field(default_factory=list)
+    hit: list[tuple[AnyFault, str]] = field(default_factory=list)
     times_ns: list[int] = field(default_factory=list)
 
     def disarm(self) -> None:
@@ -80,12 +105,18 @@ class FaultHooks:
         self.plan = plan
         self.effects = effects
         self.verbs: list[str] = []
-        self._planned = {fault.index: fault for fault in plan.faults if fault.rank == rank}
+        mine = [fault for fault in plan.faults if fault.rank == rank]
+        self._planned: dict[int, AnyFault] = {
+            fault.index: fault for fault in mine if isinstance(fault, Fault)
+        }
+        self._followups = [fault for fault in mine if isinstance(fault, Followup)]
+        self._cleanups = 0
 
     async def before(self, verb: str) -> int:
         """Count the verb; kill, stall or fail it as planned. The ordinal is what ``after`` is given."""
         self.verbs.append(verb)
         ordinal = len(self.verbs)
+        self._count_cleanup(verb, ordinal)
         fault = self._fault(ordinal)
         if fault is not None and fault.kind != "fail-after":
             self._note(fault, verb)
@@ -104,11 +135,19 @@ class FaultHooks:
             self._note(fault, verb)
             raise InjectedFault(f"{self.rank} {verb}, after it took effect")
 
-    def _note(self, fault: Fault, verb: str) -> None:
+    def _count_cleanup(self, verb: str, ordinal: int) -> None:
+        """Give a followup its place, once the verb is there that it waits for."""
+        if self.plan.hit and verb in CLEANUP:
+            self._cleanups += 1
+            for fault in self._followups:
+                if fault.count == self._cleanups:
+                    self._planned.setdefault(ordinal, fault)
+
+    def _note(self, fault: AnyFault, verb: str) -> None:
         self.plan.hit.append((fault, verb))
         self.plan.times_ns.append(self.effects.now_ns())
 
-    def _fault(self, ordinal: int) -> Fault | None:
+    def _fault(self, ordinal: int) -> AnyFault | None:
         return self._planned.get(ordinal) if self.plan.armed else None
 
 
@@ -124,29 +163,40 @@ NEAR = (1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 13)
 """How many awaits after the first fault the second one falls into its clean-up, the likely ones repeated."""
 
 
-def drawn(awaits: Mapping[str, int], seed: int) -> tuple[Fault, ...]:
+SECOND: tuple[FaultKind, ...] = ("stall", "stall", "stall", "fail", "fail", "fail-after", "kill")
+"""Kinds of a fault within a clean-up: a message that comes late does the most there."""
+
+
+def drawn(awaits: Mapping[str, int], seed: int) -> tuple[AnyFault, ...]:
     """Two faults drawn from ``seed``, seldom one; at most one kill. Equal seeds draw equal faults.
 
-    Clean-up code runs only after a fault, so the second one mostly falls a few awaits after the first: on the
-    same rank, or on another at about the same progress.
+    Clean-up code runs only after a fault, so the second one mostly falls into it, or a few awaits after the first:
+    on the same rank, on the first rank of the trainer or of a rollout, or on another at about the same progress.
     """
     stream = random.Random(f"{seed}/faults")
     ranks = sorted(awaits)
     rank = stream.choice(ranks)
     first = Fault(rank, stream.randint(1, awaits[rank]), stream.choice(KINDS))
-    if stream.random() < 0.1:
+    what = stream.random()
+    other = (
+        rank
+        if stream.random() < 0.4
+        else stream.choice([*ranks, *(name for name in ranks if name.endswith(".0"))])
+    )
+    kinds: list[FaultKind] = [kind for kind in SECOND if kind != "kill" or first.kind != "kill"]
+    kind = stream.choice(kinds)
+    if what < 0.08:
         return (first,)
-    near = stream.random() < 0.8
-    other = rank if near and stream.random() < 0.6 else stream.choice(ranks)
+    if what < 0.6:
+        return (first, Followup(other, stream.randint(1, 7), kind))
     index = stream.randint(1, awaits[other] * 5 // 4)
-    if near:
+    if what < 0.9:
         index = first.index * awaits[other] // awaits[rank] + stream.choice(NEAR)
-    kinds = [kind for kind in KINDS if kind != "kill" or first.kind != "kill"]
-    second = Fault(other, index, stream.choice(kinds))
+    second = Fault(other, index, kind)
     return (first,) if (first.rank, first.index) == (other, index) else tuple(sorted((first, second)))
 
 
-def describe(faults: Sequence[Fault], hit: Sequence[tuple[Fault, Any]]) -> str:
+def describe(faults: Sequence[AnyFault], hit: Sequence[tuple[AnyFault, Any]]) -> str:
     """The plan in words, with the verb that each fault hit."""
     verbs = dict(hit)
     return "; ".join(f"{fault} ({verbs.get(fault, 'not reached')})" for fault in faults) or "no fault"
