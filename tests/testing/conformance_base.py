@@ -97,7 +97,7 @@ class ConformanceBase(Memory):
 
     def bits(
         self, holdings: Mapping[RankId, Any], memory: str, names: Callable[[RankId], Sequence[str]]
-    ) -> dict:
+    ) -> dict[tuple[RankId, str], Tensor]:
         """(rank, name) -> copy of what every rank's memory holds."""
         return {
             (rank, name): self.peek(holding, memory, name)

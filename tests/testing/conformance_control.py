@@ -179,7 +179,7 @@ class ControlConformance(ConformanceBase):
         rank = sample.trainers[0]
         source = self.sources(sample)[rank]
 
-        async def main(verbs: Verbs) -> int:
+        async def main(verbs: Verbs) -> Any:
             verbs.trace, verbs.hooks, verbs.update = trace, hooks, 7
             held = await verbs.snapshot(0)
             await verbs.source_digest(0)

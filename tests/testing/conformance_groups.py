@@ -19,14 +19,13 @@ from weightsync.reference.members import Group, RankId
 from weightsync.reference.rank import Verbs
 from weightsync.reference.source import Part
 from weightsync.testing.conformance_base import (
-    EPOCH,
     ConformanceBase,
     attempt,
     expect_bytes,
     expect_equal,
     expect_refused,
 )
-from weightsync.testing.conformance_sample import make_sample
+from weightsync.testing.conformance_sample import EPOCH, make_sample
 
 LOST = (DeadlineExceeded, GroupBroken, PeerLost)
 

@@ -145,7 +145,8 @@ class Sample:
             run(source.snapshot(1))
         changes = [run(source.diff(1, 0)) for source in sources]
         counts = [sum(column) for column in zip(*(one.counts for one in changes), strict=True)]
-        matrix, head, buckets = [one.counts for one in changes], self.heading(kind), []
+        matrix, head = [one.counts for one in changes], self.heading(kind)
+        buckets: list[Bucket] = []
         for group in self.plan.groups(None if kind == FULL else counts):
             given = [None if kind == FULL else one for one in changes]
             parts = [run(source.part(1, one, group)) for source, one in zip(sources, given, strict=True)]

@@ -113,7 +113,7 @@ class SourceConformance(ConformanceBase):
         sample = make_sample(what)
         sources = self.sources(sample)
 
-        async def main(verbs: Verbs, _: Any) -> int:
+        async def main(verbs: Verbs, _: Any) -> Any:
             await verbs.snapshot(0)
             await verbs.snapshot(1)
             return (await verbs.diff(1, 0)).nnz
@@ -138,7 +138,7 @@ class SourceConformance(ConformanceBase):
         sample = make_sample()
         sources = self.sources(sample)
 
-        async def main(verbs: Verbs, _: Any) -> int:
+        async def main(verbs: Verbs, _: Any) -> Any:
             await verbs.snapshot(0)
             return (await verbs.diff(0, None)).nnz
 

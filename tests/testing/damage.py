@@ -25,7 +25,7 @@ def renumbered(bucket: Bucket, sequence: int) -> Bucket:
 
 def sealed(bucket: Bucket, payload: Tensor) -> Bucket:
     """A bucket whose header announces ``payload``, checksum included."""
-    checksum = xxhash.xxh3_128_digest(payload.numpy())
+    checksum = xxhash.xxh3_128_digest(bytes(payload.numpy()))
     return Bucket(replace(bucket.header, payload_bytes=payload.numel(), checksum=checksum), payload)
 
 

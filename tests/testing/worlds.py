@@ -270,7 +270,9 @@ async def _report(program: Coroutine[Any, Any, Any], end: Callable[[Any], None])
 def refuse_hung(ranks: Sequence[RankId], results: Mapping[RankId, Any]) -> None:
     """Raise WeightSyncError when programs hang, with what the others ended with, which is often the cause."""
     if ranks:
-        causes = [f"{rank} ended with {end!r}" for rank, end in results.items() if isinstance(end, BaseException)]
+        causes = [
+            f"{rank} ended with {end!r}" for rank, end in results.items() if isinstance(end, BaseException)
+        ]
         raise WeightSyncError(
             f"{', '.join(map(str, ranks))} did not end, expected every program to; give each await a deadline"
             + "".join(f"; {cause}" for cause in causes)

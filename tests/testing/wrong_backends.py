@@ -223,7 +223,8 @@ class SkipsEmptyTurns(Groups):
     ) -> list[Any] | None:
         if part.nbytes == 0:
             return None
-        return await self.inner.gather(group, part, sizes, deadline_ns)
+        found: list[Any] | None = await self.inner.gather(group, part, sizes, deadline_ns)
+        return found
 
 
 class ForgetsTheDead(Groups):
@@ -231,13 +232,13 @@ class ForgetsTheDead(Groups):
 
     async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
         try:
-            return await self.inner.exchange(group, vector, deadline_ns)
+            return await _exchange(self.inner, group, vector, deadline_ns)
         except DeadlineExceeded:
             self.inner.meetings._groups.pop(group.key, None)
             raise
         except GroupBroken:
             self.inner._open[group.key] = self.inner.meetings.of(group)
-            return await self.inner.exchange(group, vector, deadline_ns)
+            return await _exchange(self.inner, group, vector, deadline_ns)
 
 
 class NamesNobody(Groups):
@@ -245,7 +246,7 @@ class NamesNobody(Groups):
 
     async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
         try:
-            return await self.inner.exchange(group, vector, deadline_ns)
+            return await _exchange(self.inner, group, vector, deadline_ns)
         except DeadlineExceeded:
             raise DeadlineExceeded("exchange") from None
 
@@ -258,3 +259,8 @@ class Direct:
 
     def put(self, peer: str, message: Message) -> None:
         self.inner.controls[peer].deliver(message)
+
+
+async def _exchange(inner: Any, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
+    rows: list[list[int]] = await inner.exchange(group, vector, deadline_ns)
+    return rows
