@@ -22,6 +22,7 @@ class Counted(FaultRun):
     def __init__(self, totals: Sequence[Sequence[int]]) -> None:
         self.totals = totals
         super().__init__()
+        self.promises.check_bits = lambda ref, when: None  # type: ignore[method-assign]  # there are no bits
 
     def _verbs(self, rank: RankId, local: Any, engine: Any = None) -> Any:
         plan = self.deployment.plan
@@ -31,9 +32,6 @@ class Counted(FaultRun):
             model = sum(meta.nbytes for meta in self.deployment.tensors)
             local = PhantomTarget(self.deployment.rollout_maps(rank), model)
         return super()._verbs(rank, local, engine)
-
-    def _check_bits(self, ref: Any, when: str) -> None:
-        """There are none."""
 
 
 @pytest.fixture(scope="module")
