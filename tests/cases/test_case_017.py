@@ -106,11 +106,18 @@ def test_nothing_is_lost_whatever_fails(rank: str, verb: str, late: bool) -> Non
 
 
 class MovesItsBaselineFirst(Trainer):
-    """The fault: whatever the receivers answer, the new snapshot counts as acknowledged."""
+    """The fault: whatever the receivers answer and report, what was sent last is the baseline."""
 
-    async def abandon(self, reason: str) -> None:
-        if self.job is not None and self.updates == 2:
-            self.slots.acknowledge(self.job.slot)
+    sent: int | None = None
+
+    async def start(self, job: Any, deadline_ns: int) -> None:
+        await super().start(job, deadline_ns)
+        self.sent = job.slot
+
+    async def connect(self, deadline_ns: int) -> None:
+        await super().connect(deadline_ns)
+        if self.sent is not None:
+            self.slots.acknowledge(self.sent)
 
 
 def test_the_fault_itself_is_refused_by_the_receivers() -> None:
