@@ -1,0 +1,201 @@
+"""``weightsync plan``: what a scenario would send, along which routes, in how much memory, before anything moves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weightsync.cli import parts
+from weightsync.cli.scenario import Scenario
+from weightsync.cli.workload import deployment
+from weightsync.reference.deployment import Deployment
+from weightsync.reference.plan import TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUpdate:
+    """One update to come.
+
+    Attributes:
+        update: its number, from 1.
+        kind: ``full``, ``delta`` or ``empty``.
+        changed: elements that change; all of them in a full update.
+        buckets: buckets broadcast, trailer included.
+        nbytes: bytes broadcast, headers and trailer included.
+    """
+
+    update: int
+    kind: str
+    changed: int
+    buckets: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One data group: ``root`` broadcasts to, or gathers from, ``others``; ``nbytes`` over all updates."""
+
+    group: str
+    does: str
+    root: str
+    others: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that one rank needs at the most.
+
+    Attributes:
+        rank: its name.
+        weights: its parameters, padding included.
+        snapshots: both snapshot slots of a trainer rank.
+        staged: a rollout's received buckets, one under ``stream``, a whole update under ``stage``.
+        undo: a rollout's old bits and where they belong, during a delta.
+        buckets: what is gathered and encoded at one time; the sender's is largest.
+    """
+
+    rank: str
+    weights: int
+    snapshots: int = 0
+    staged: int = 0
+    undo: int = 0
+    buckets: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.snapshots + self.staged + self.undo + self.buckets
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A scenario's plan.
+
+    Attributes:
+        exact: True when a run without faults will send exactly these bytes.
+        note: why, or why not, in a sentence.
+    """
+
+    scenario: Scenario
+    seed: int
+    elements: int
+    tensors: int
+    exact: bool
+    note: str
+    updates: tuple[PlannedUpdate, ...]
+    routes: tuple[Route, ...]
+    memory: tuple[Memory, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes broadcast over all updates."""
+        return sum(update.nbytes for update in self.updates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "scenario": self.scenario.to_dict(),
+            "fingerprint": self.scenario.fingerprint(),
+            "seed": self.seed,
+            "elements": self.elements,
+            "tensors": self.tensors,
+            "exact": self.exact,
+            "note": self.note,
+            "nbytes": self.nbytes,
+            "updates": [asdict(update) for update in self.updates],
+            "routes": [asdict(route) for route in self.routes],
+            "memory": [{**asdict(one), "total": one.total} for one in self.memory],
+        }
+
+
+def dry_run(scenario: Scenario, seed: int | None = None) -> DryRun:
+    """Plan every update of a scenario; no weight is made and nothing is sent."""
+    seeded = parts.seeded(scenario, seed)
+    layout = deployment(seeded)
+    plan, steps = layout.plan, seeded.workload.steps
+    every: list[tuple[int, ...] | None] = [
+        None,
+        *(parts.piece_counts(seeded, layout, n) for n in range(2, steps + 1)),
+    ]
+    elements = sum(meta.numel for meta in plan.tensors)
+    updates = tuple(_update(plan, number, counts, elements) for number, counts in enumerate(every, 1))
+    drawn = seeded.workload.kind == "synthetic" or not seeded.values
+    exact = drawn and len(plan.pieces) == len(plan.tensors)
+    density = f"{100 * seeded.workload.density:g} %"
+    if exact:
+        note = "changed elements are drawn from the seed, so a run without faults sends exactly these bytes"
+    elif drawn:
+        note = "tensors of 2**31 elements and more are spread evenly over their pieces; deltas are estimates"
+    else:
+        note = (
+            f"what training changes is not known before: deltas are estimated at workload.density = {density}"
+        )
+    return DryRun(
+        scenario, seeded.workload.seed, elements, len(plan.tensors), exact, note, updates,
+        _routes(layout, every, sum(update.nbytes for update in updates)),
+        _memory(seeded, layout, every, updates),
+    )  # fmt: skip
+
+
+def _update(plan: TransferPlan, number: int, counts: tuple[int, ...] | None, elements: int) -> PlannedUpdate:
+    changed = elements if counts is None else sum(counts)
+    kind = "full" if counts is None else "delta" if changed else "empty"
+    buckets = 1 + sum(len(group.buckets) for group in plan.groups(counts))
+    return PlannedUpdate(number, kind, changed, buckets, plan.update_bytes(counts))
+
+
+def _routes(layout: Deployment, every: list[tuple[int, ...] | None], broadcast: int) -> tuple[Route, ...]:
+    lead, *others = map(str, layout.trainers)
+    rollouts = tuple(str(rank) for ref in layout.rollouts for rank in ref.ranks)
+    routes = [Route("data", "broadcasts to", lead, rollouts, broadcast)]
+    if others:
+        gathered = sum(_gathered(layout.plan, counts)[0] for counts in every)
+        routes.insert(0, Route("trainer", "gathers from", lead, tuple(others), gathered))
+    return tuple(routes)
+
+
+def _gathered(plan: TransferPlan, counts: tuple[int, ...] | None) -> tuple[int, int]:
+    """Bytes that come from other trainer ranks in one update, and the most that one gather brings together.
+
+    Of a delta's elements each rank is taken to hold its share of the rows.
+    """
+    received, largest = 0, 0
+    for group in plan.groups(counts):
+        sizes = [plan.part_bytes(group, rank, _share(plan, rank, counts)) for rank in range(len(plan.maps))]
+        received += sum(sizes[1:])
+        largest = max(largest, sum(sizes))
+    return received, largest
+
+
+def _share(plan: TransferPlan, rank: int, counts: tuple[int, ...] | None) -> tuple[int, ...]:
+    if counts is None:
+        return (0,) * len(plan.pieces)
+    return tuple(
+        -(-count * plan.owned(rank, number) // max(1, plan.pieces[number].count))
+        for number, count in enumerate(counts)
+    )
+
+
+def _memory(
+    scenario: Scenario,
+    layout: Deployment,
+    every: list[tuple[int, ...] | None],
+    updates: tuple[PlannedUpdate, ...],
+) -> tuple[Memory, ...]:
+    plan = layout.plan
+    bucket = max(one.nbytes for counts in every for group in plan.groups(counts) for one in group.buckets)
+    gathered = max(_gathered(plan, counts)[1] for counts in every)
+    staged = max(update.nbytes for update in updates) if scenario.policy.receive == "stage" else bucket
+    most = max((update.changed for update in updates if update.kind == "delta"), default=0)
+    found = []
+    for rank in layout.trainers:
+        held = sum(map(parts.local_bytes, layout.trainer_maps[rank.rank].values()))
+        part = gathered + bucket if rank.rank == 0 else -(-gathered // len(layout.trainers))
+        found.append(Memory(str(rank), held, snapshots=2 * held, buckets=part))
+    for ref in layout.rollouts:
+        for rank in ref.ranks:
+            held = sum(map(parts.local_bytes, layout.rollout_maps(rank).values()))
+            undo = -(-most * (8 + layout.model.dtype.itemsize) // len(ref.ranks))
+            found.append(Memory(str(rank), held, staged=staged, undo=undo))
+    return tuple(found)

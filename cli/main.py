@@ -1,0 +1,252 @@
+"""The command line: ``weightsync demo | run | plan | scenarios | backends | fuzz``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weightsync.backends.registry import Registry
+from weightsync.cli import result as results
+from weightsync.cli import scenario_files, show
+from weightsync.cli.dry_run import dry_run
+from weightsync.cli.fuzzing import fuzz_command
+from weightsync.cli.model.config import CheckpointError
+from weightsync.cli.record import RunRecord
+from weightsync.cli.run import BACKENDS, run
+from weightsync.cli.scenario import Scenario, ScenarioError
+from weightsync.cli.tables import CheckRow, progress_bar
+from weightsync.reference.errors import BackendUnavailable, WeightSyncError
+from weightsync.sim.hardware import ProfileError
+
+USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError)
+"""Errors of what was asked for, which end with code 2; a run that fails ends with code 1."""
+
+app = typer.Typer(
+    help="Weight updates from a sharded trainer to sharded rollouts, to the bit.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None,
+)  # fmt: skip
+scenarios = typer.Typer(help="The built-in scenarios: list, show, or copy one to edit.", no_args_is_help=True)
+app.add_typer(scenarios, name="scenarios")
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace one key of the scenario; repeatable."),
+]
+SeedOption = Annotated[
+    int | None, typer.Option(min=0, help="Draws everything; by default the scenario's own.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder for result.json, conditions.json and trace.json.")
+]
+ScenarioArgument = Annotated[str, typer.Argument(help="A built-in scenario's name, or a TOML file.")]
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    shown: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Weight updates from a sharded trainer to sharded rollouts, to the bit."""
+    if shown:
+        print(version("weightsync"))
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A Hugging Face safetensors folder; by default a small one is made.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, each with an update.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the results of both runs.")] = Path("weightsync-demo"),
+    sets: SetOption = None,
+    seed: SeedOption = None,
+) -> None:
+    """Train a small model and push it to two rollouts after each step: over gloo for real, then on the model."""
+    console = Console()
+    with sentences():
+        overrides = list(sets or [])
+        if checkpoint is not None:
+            overrides.insert(0, f"model.checkpoint={json.dumps(str(checkpoint))}")
+        if steps is not None:
+            overrides.insert(0, f"workload.steps={steps}")
+        scenario = scenario_files.load("demo", overrides)
+        runs = _run_all(console, scenario, ("gloo", "sim"), seed, out)
+        if runs is None:
+            return
+        (measured, gloo), (modelled, sim) = runs
+        show.tables(console, modelled, sim.conditions, measured, gloo.conditions)
+        right = show.verdicts(console, [measured, modelled], [_same_digests(measured, modelled)])
+        _say_where(console, out, ("gloo", "sim"))
+    if not right:
+        raise typer.Exit(1)
+
+
+@app.command("run")
+def run_command(
+    name: ScenarioArgument,
+    backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "inprocess",
+    seed: SeedOption = None,
+    sets: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Run a scenario on one backend and check every byte."""
+    console = Console()
+    with sentences():
+        scenario = scenario_files.load(name, sets or [])
+        runs = _run_all(console, scenario, (backend,), seed, out, nest=False)
+        if runs is None:
+            return
+        ((found, record),) = runs
+        if backend == "sim":
+            show.tables(console, found, record.conditions, None, "")
+        else:
+            show.tables(console, None, "", found, record.conditions)
+        right = show.verdicts(console, [found])
+        if out is not None:
+            _say_where(console, out, ("",))
+    if not right:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    name: ScenarioArgument,
+    seed: SeedOption = None,
+    sets: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say what a scenario would send, along which routes and with how much memory; nothing moves."""
+    console = Console()
+    with sentences():
+        scenario = scenario_files.load(name, sets or [])
+        dry = dry_run(scenario, seed)
+        if as_json:
+            print(json.dumps(dry.to_dict(), indent=1))
+            return
+        show.heading(console, scenario)
+        show.plan_tables(console, dry)
+
+
+@app.command()
+def backends() -> None:
+    """List the backends that are here, and why the others are not."""
+    registry, table = Registry(), Table()
+    table.add_column("backend", no_wrap=True)
+    table.add_column("here", no_wrap=True)
+    table.add_column("why not", overflow="fold")
+    for name in registry.names():
+        reason = registry.why_not(name)
+        table.add_row(name, "yes" if reason is None else "no", "" if reason is None else str(reason))
+    table.add_row("sim", "yes", "")
+    Console().print(table)
+
+
+@app.command()
+def fuzz(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeded fault plans to run.")] = 100,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Every fault at every await instead.")
+    ] = False,
+    receive: Annotated[str, typer.Option(help="stage or stream; for --exhaustive.")] = "stage",
+) -> None:
+    """Run the protocol under planted faults on sim; a plan that breaks a promise is reduced and printed."""
+    with sentences():
+        if receive not in ("stage", "stream"):
+            raise ScenarioError(f"--receive is {receive!r}; expected stage or stream")
+        found = fuzz_command(Console(), None if exhaustive else seeds, receive)
+    if found:
+        raise typer.Exit(1)
+
+
+@scenarios.command("list")
+def list_scenarios() -> None:
+    """Name every built-in scenario."""
+    with sentences():
+        table = Table()
+        table.add_column("scenario", no_wrap=True)
+        table.add_column("what it is")
+        for name in scenario_files.names():
+            table.add_row(name, scenario_files.load(name).description)
+        Console().print(table)
+
+
+@scenarios.command("show")
+def show_scenario(name: ScenarioArgument) -> None:
+    """Print a scenario's TOML."""
+    with sentences():
+        print(scenario_files.text(name), end="")
+
+
+@scenarios.command("copy")
+def copy_scenario(
+    name: ScenarioArgument, path: Annotated[Path, typer.Argument(help="A new file, or a folder.")]
+) -> None:
+    """Write a scenario to a file of yours, to edit and run."""
+    with sentences():
+        print(scenario_files.copy(name, path))
+
+
+@contextmanager
+def sentences() -> Iterator[None]:
+    """Print an error of ours as its sentence, without a traceback, and end with code 2 or 1."""
+    try:
+        yield
+    except WeightSyncError as error:
+        Console(stderr=True).print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, USAGE) else 1) from None
+
+
+def _run_all(
+    console: Console,
+    scenario: Scenario,
+    names: tuple[str, ...],
+    seed: int | None,
+    out: Path | None,
+    nest: bool = True,
+) -> list[tuple[results.Result, RunRecord]] | None:
+    """Result and record of each run; written to ``out`` too. None where another process reports for this one."""
+    torch.set_num_threads(1)
+    done: list[tuple[results.Result, RunRecord]] = []
+    show.heading(console, scenario)
+    with progress_bar(console) as bar:
+        for name in names:
+            task = bar.add_task(f"updates on {name}", total=scenario.workload.steps)
+            record = run(scenario, name, seed, lambda count, task=task: bar.update(task, completed=count))
+            if record is None:
+                return None
+            done.append((results.make_result(scenario, record), record))
+            if out is not None:
+                results.write(out / name if nest else out, done[-1][0], record)
+    return done
+
+
+def _same_digests(measured: results.Result, modelled: results.Result) -> CheckRow:
+    """Both clocks ran the same scenario, so each version they both committed has the same bits."""
+    sides = [
+        {u["version"]: u["digests"] for u in side["updates"] if u["committed"]}
+        for side in (measured, modelled)
+    ]
+    wrong = [
+        str(v) for v in sides[0] if v in sides[1] and sides[0][v]["trainer.0"] != sides[1][v]["trainer.0"]
+    ]
+    return CheckRow("digests on gloo and on sim", not wrong, f"versions {', '.join(wrong)}")
+
+
+def _say_where(console: Console, out: Path, folders: tuple[str, ...]) -> None:
+    files = "result.json, conditions.json, trace.json (opens in Perfetto)"
+    console.print(
+        f"written: {', '.join(str(out / one) for one in folders)}: {files}", highlight=False, soft_wrap=True
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,106 @@
+"""What a run builds for each rank, on every backend: settings, bytes, both halves of the protocol, an engine."""
+
+from __future__ import annotations
+
+import math
+
+from weightsync.cli.model.synthetic import SyntheticWorkload
+from weightsync.cli.record import RankRecord
+from weightsync.cli.scenario import Scenario
+from weightsync.reference.deployment import Deployment
+from weightsync.reference.members import RankId
+from weightsync.reference.protocol import ProtocolSettings
+from weightsync.reference.rank import Verbs
+from weightsync.reference.rollout import Rollout
+from weightsync.reference.rowmap import RowMap
+from weightsync.reference.target import Target
+from weightsync.reference.trainer import Trainer
+
+MS = 1_000_000
+PATIENCE = 20
+"""Deadlines of an update that a rank waits for a verdict whose decider is alive."""
+
+
+class IdleEngine:
+    """A rollout's engine with nothing to generate yet; implements ``reference.rank.Engine``.
+
+    Attributes:
+        generating: True between ``resume`` and ``pause``.
+    """
+
+    def __init__(self) -> None:
+        self.generating = False
+
+    async def pause(self) -> None:
+        """Stop; no request is in flight."""
+        self.generating = False
+
+    async def resume(self) -> None:
+        """Go on."""
+        self.generating = True
+
+
+def settings(scenario: Scenario) -> ProtocolSettings:
+    """What the scenario's policy tells the protocol."""
+    policy = scenario.policy
+    return ProtocolSettings(
+        receive=policy.receive,
+        verify_every=policy.verify_every,
+        on_rollout_loss=policy.on_rollout_loss,
+        connect_ns=policy.update_ms * MS,
+        update_ns=policy.update_ms * MS,
+        lease_ns=policy.lease_ms * MS,
+        patience_ns=PATIENCE * policy.update_ms * MS,
+    )
+
+
+def seeded(scenario: Scenario, seed: int | None) -> Scenario:
+    """The scenario with everything drawn from ``seed``; None leaves its own."""
+    if seed is None:
+        return scenario
+    return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"seed": seed})})
+
+
+def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple[int, ...]:
+    """Elements of each of the plan's pieces that change in ``step``, from 1, drawn at ``workload.density``.
+
+    Exact for a synthetic workload whose tensors are one piece each; a larger tensor's count is spread evenly.
+    """
+    work = scenario.workload
+    counts = SyntheticWorkload(deployment.tensors, work.density, work.seed).counts(step)
+    shares = []
+    for piece in deployment.plan.pieces:
+        total, numel = counts[piece.tensor], max(1, deployment.tensors[piece.tensor].numel)
+        shares.append((piece.base + piece.count) * total // numel - piece.base * total // numel)
+    return tuple(shares)
+
+
+def blank_target(deployment: Deployment, rank: RankId) -> Target:
+    """A rollout rank's bytes before the first update: allocated, zero."""
+    maps = deployment.rollout_maps(rank)
+    return Target(deployment.tensors, maps, deployment.blank(rank), deployment.aliases())
+
+
+def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:
+    """The protocol's half of one trainer rank."""
+    return Trainer(verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario))
+
+
+def rollout_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Rollout:
+    """The protocol's half of one rollout rank."""
+    ranks = deployment.rollouts[verbs.me.rollout].ranks
+    return Rollout(verbs, deployment.plan.fingerprint, ranks, deployment.trainers[0], settings(scenario))
+
+
+def local_bytes(row_map: RowMap) -> int:
+    """Bytes of one runtime parameter on its rank."""
+    return math.prod(row_map.local_shape) * row_map.dtype.itemsize
+
+
+async def push(half: Trainer, record: RankRecord) -> None:
+    """One update on one trainer rank, with its outcome and its time put into ``record``."""
+    start = half.verbs.now_ns()
+    try:
+        record.outcomes.append(await half.update())
+    finally:
+        record.inside.append((start, half.verbs.now_ns()))

@@ -1,0 +1,74 @@
+"""What a run leaves behind on any backend, before anything is summed or drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weightsync.cli.verify import Audit
+from weightsync.reference.protocol import Outcome
+from weightsync.reference.trace import Span, Trace
+
+
+@dataclass
+class RankRecord:
+    """One rank's part of a run.
+
+    Attributes:
+        spans: its verbs, on the backend's clock.
+        outcomes: its updates; a trainer rank's only.
+        inside: (start, end) in ns of each of its calls of ``update()``, likewise.
+        audits: what the rollouts held after each version; the lead's only.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    inside: list[tuple[int, int]] = field(default_factory=list)
+    audits: list[Audit] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; ``of`` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> RankRecord:
+        """The record that ``to_dict`` wrote, tuples being tuples again."""
+        return cls(
+            [Span(**span) for span in data["spans"]],
+            [Outcome(**_tuples(outcome)) for outcome in data["outcomes"]],
+            [(start, end) for start, end in data["inside"]],
+            [Audit(**_tuples(one)) for one in data["audits"]],
+        )
+
+
+@dataclass
+class RunRecord:
+    """A whole run.
+
+    Attributes:
+        backend: where it ran.
+        seed: what it drew from.
+        trace: the spans of all ranks, on one clock.
+        trainers: per trainer rank, lead first: its record. Spans are in ``trace`` only.
+        audits: what every rollout rank held after each committed version, in order.
+        races: what the read/write ledger found; None where there is no ledger.
+        conditions: in a few words, what the times depend on.
+    """
+
+    backend: str
+    seed: int
+    trace: Trace = field(default_factory=Trace)
+    trainers: list[RankRecord] = field(default_factory=list)
+    audits: list[Audit] = field(default_factory=list)
+    races: Sequence[str] | None = None
+    conditions: str = ""
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The updates as the lead saw them, which alone counts the bytes."""
+        return self.trainers[0].outcomes
+
+
+def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}

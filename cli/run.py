@@ -1,0 +1,210 @@
+"""A scenario on a backend: every rank built, every version pushed and audited, one record of it all."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightsync.backends.inprocess import InprocessWorld
+from weightsync.backends.registry import Registry
+from weightsync.cli import parts, verify
+from weightsync.cli.launch import run_gloo
+from weightsync.cli.record import RankRecord, RunRecord
+from weightsync.cli.scenario import Scenario, ScenarioError
+from weightsync.cli.workload import deployment, make_trainer, prepare
+from weightsync.reference.errors import BackendUnavailable, DeadlineExceeded
+from weightsync.reference.members import RankId
+from weightsync.reference.rank import Verbs
+from weightsync.reference.source import Source
+from weightsync.reference.target import Target
+from weightsync.reference.trace import Trace
+from weightsync.sim.backend import SimCluster, SimEngine
+from weightsync.sim.costs import cost_ns
+from weightsync.sim.hardware import load_profile
+from weightsync.sim.phantom import PhantomSource, PhantomTarget
+from weightsync.sim.world import SimWorld
+
+BACKENDS = ("inprocess", "gloo", "sim")
+
+Progress = Callable[[int], None]
+"""Called with the number of updates that are over."""
+
+MakeVerbs = Callable[[RankId, Any, bool], Verbs]
+"""The verbs of a rank from its name, its bytes, and whether it leads a rollout."""
+
+
+def run(
+    scenario: Scenario, backend: str, seed: int | None = None, progress: Progress = lambda done: None
+) -> RunRecord | None:
+    """Run a scenario and audit every version it commits.
+
+    Args:
+        scenario: what to run.
+        backend: one of ``BACKENDS``.
+        seed: replaces ``workload.seed``; None leaves it.
+        progress: told after each update.
+
+    Returns:
+        The record; None in a process that ``torchrun`` started and that is not the first of its run.
+
+    Raises:
+        BackendUnavailable: no such backend, or it cannot be imported here.
+        ScenarioError: the backend cannot do what the scenario asks.
+        WeightSyncError: a rank was lost or hangs, named.
+    """
+    if backend not in BACKENDS:
+        near = difflib.get_close_matches(backend, BACKENDS) or BACKENDS
+        raise BackendUnavailable(f"backend {backend!r} is none to run on; near names: {', '.join(near)}")
+    if backend != "sim":
+        Registry().load(backend)
+        if not scenario.values:
+            raise ScenarioError(
+                f"values = false counts bytes without moving them, but {backend} moves them; take sim"
+            )
+    scenario = parts.seeded(scenario, seed)
+    if backend == "gloo":
+        return run_gloo(scenario, progress)
+    with tempfile.TemporaryDirectory(prefix="weightsync-") as scratch:
+        if backend == "sim":
+            return run_sim(scenario, Path(scratch), progress)
+        return asyncio.run(run_inprocess(scenario, Path(scratch), progress))
+
+
+class Ranks:
+    """Every rank of a run in one process, with one workload trainer that holds all shards.
+
+    Args:
+        scenario: what to run.
+        scratch: a folder of the run's own.
+        make_verbs: the backend.
+
+    Attributes:
+        trainers, rollouts: the protocol's halves, in rank order.
+        records: one per trainer rank.
+        audits: what the rollouts held after each committed version.
+    """
+
+    def __init__(self, scenario: Scenario, scratch: Path, make_verbs: MakeVerbs) -> None:
+        self.scenario = scenario
+        self.deployment = deployment(scenario)
+        self.workload = make_trainer(scenario, 0, prepare(scenario, scratch)) if scenario.values else None
+        self.steps = 0
+        self.records = [RankRecord() for _ in self.deployment.trainers]
+        self.audits: list[verify.Audit] = []
+        self.targets: dict[RankId, Target] = {}
+        self.trainers = []
+        for rank in self.deployment.trainers:
+            verbs = make_verbs(rank, self._source(rank), False)
+            self.trainers.append(parts.trainer_half(scenario, self.deployment, verbs))
+        self.rollouts = {}
+        for ref in self.deployment.rollouts:
+            for rank in ref.ranks:
+                verbs = make_verbs(rank, self._target(rank), rank == ref.leader)
+                self.rollouts[rank] = parts.rollout_half(scenario, self.deployment, verbs)
+
+    def step(self) -> None:
+        """Change the weights once on all trainer ranks."""
+        self.steps += 1
+        if self.workload is not None:
+            self.workload.step()
+
+    def audit(self) -> None:
+        """Compare every rank of the last update's members with the trainer's export, if it was committed."""
+        outcome = self.records[0].outcomes[-1]
+        if self.workload is None or not outcome.committed or outcome.version is None:
+            return
+        export = self.workload.export()
+        for number in sorted(outcome.members):
+            for rank in self.deployment.rollouts[number].ranks:
+                if verify.is_flipped(self.scenario, rank, outcome.version):
+                    verify.flip_bit(self.targets[rank].weights)
+                expected = self.deployment.weights(rank, export)
+                half = self.rollouts[rank]
+                self.audits.append(verify.audit(outcome.version, half, self.targets[rank], expected))
+
+    def _source(self, rank: RankId) -> Source | PhantomSource:
+        plan = self.deployment.plan
+        if self.workload is not None:
+            return Source(plan, rank.rank, self.workload.model.params[rank.rank])
+        return PhantomSource(
+            plan, rank.rank, lambda: parts.piece_counts(self.scenario, self.deployment, self.steps)
+        )
+
+    def _target(self, rank: RankId) -> Target | PhantomTarget:
+        if self.workload is None:
+            total = sum(meta.nbytes for meta in self.deployment.tensors)
+            return PhantomTarget(self.deployment.rollout_maps(rank), total)
+        self.targets[rank] = parts.blank_target(self.deployment, rank)
+        return self.targets[rank]
+
+    def record(self, backend: str, trace: Trace, **more: Any) -> RunRecord:
+        """The record of the run."""
+        return RunRecord(backend, self.scenario.workload.seed, trace, self.records, self.audits, **more)
+
+
+async def run_inprocess(scenario: Scenario, scratch: Path, progress: Progress) -> RunRecord:
+    """All ranks on this loop."""
+    world, trace = InprocessWorld(), Trace()
+
+    def make_verbs(me: RankId, local: Any, leads: bool) -> Verbs:
+        return world.verbs(me, local, engine=parts.IdleEngine() if leads else None, trace=trace)
+
+    ranks = Ranks(scenario, scratch, make_verbs)
+    async with asyncio.TaskGroup() as serving:
+        for rollout in ranks.rollouts.values():
+            serving.create_task(rollout.run())
+        pairs = list(zip(ranks.trainers, ranks.records, strict=True))
+        for done in range(scenario.workload.steps):
+            ranks.step()
+            await asyncio.gather(*(parts.push(half, record) for half, record in pairs))
+            ranks.audit()
+            progress(done + 1)
+        await asyncio.gather(*(half.close() for half in ranks.trainers))
+    return ranks.record("inprocess", trace, conditions="one process")
+
+
+def run_sim(scenario: Scenario, scratch: Path, progress: Progress) -> RunRecord:
+    """All ranks on simulated time. Steps and audits happen between two simulated instants."""
+    profile, trace = load_profile(scenario.hardware), Trace()
+    limit_ns = 2 * parts.settings(scenario).patience_ns
+    with SimWorld() as world:
+        cluster = SimCluster(world, profile, lease_ns=scenario.policy.lease_ms * parts.MS)
+        layout = deployment(scenario)
+
+        def make_verbs(me: RankId, local: Any, leads: bool) -> Verbs:
+            engine = SimEngine(cluster, layout.rollouts[me.rollout].ranks) if leads else None
+            return cluster.verbs(me, local, engine=engine, trace=trace)
+
+        def settle(programs: Mapping[RankId, Any], name: str, also: Any = ()) -> None:
+            tasks = [cluster.clocks[str(rank)].spawn(program, name) for rank, program in programs.items()]
+            hung = world.run([*tasks, *also], limit_ns=world.now_ns() + limit_ns)
+            for task in (*tasks, *also):
+                if task.done():
+                    task.result()
+            if hung:
+                raise DeadlineExceeded(f"{name} on simulated time: {', '.join(map(str, hung))}")
+
+        ranks = Ranks(scenario, scratch, make_verbs)
+        serving = [cluster.clocks[str(r)].spawn(half.run(), "serve") for r, half in ranks.rollouts.items()]
+
+        async def step_and_push(index: int) -> None:
+            half = ranks.trainers[index]
+            nbytes = sum(parts.local_bytes(row_map) for row_map in layout.trainer_maps[index].values())
+            clock = cluster.clocks[str(half.verbs.me)]
+            await clock.sleep_until(clock.now_ns() + cost_ns("optimizer", nbytes, profile))
+            await parts.push(half, ranks.records[index])
+
+        for done in range(scenario.workload.steps):
+            ranks.step()
+            settle({half.verbs.me: step_and_push(i) for i, half in enumerate(ranks.trainers)}, "update")
+            ranks.audit()
+            progress(done + 1)
+        settle({half.verbs.me: half.close() for half in ranks.trainers}, "close", serving)
+        races = [str(race) for race in cluster.ledger.races]
+    guesses = "every number a guess" if len(profile.of_kind("guess")) == len(profile.quantities) else ""
+    conditions = ", ".join(filter(None, (f"sim, profile {profile.name}", guesses)))
+    return ranks.record("sim", trace, races=races, conditions=conditions)
