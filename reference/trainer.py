@@ -83,8 +83,8 @@ class Trainer:
         except UpdateAborted as aborted:
             await self.abandon(aborted.reason)
             return self.outcome(False, str(aborted))
-        except PeerLost as lost:
-            await self.abandon(str(lost))
+        except Exception as error:
+            await self.abandon(str(error))
             raise
         return self.outcome(True, "")
 
