@@ -44,6 +44,10 @@ class GlooFailed(Exception):
     """gloo's own words about an operation that did not end well."""
 
 
+class Refused(Exception):
+    """The group's key is taken; whoever has it is not to be disturbed."""
+
+
 class Communicator:
     """A group's process group on one rank. All methods but ``release`` belong to the rank's loop.
 
@@ -74,6 +78,7 @@ class Communicator:
         self._start = start
         self._tell = tell
         self._roll = RollCall(group, me, clock, tell)
+        self._left: str | None = None
         self._waiting: set[AsyncioFuture] = set()
         self._lock = threading.Lock()
         self._dropped = False
@@ -96,6 +101,8 @@ class Communicator:
                 try:
                     with store() as shared:
                         self._build(shared, device, deadline_ns)
+                except Refused as refused:
+                    future.set_exception(refused)
                 except Exception as error:
                     future.set_exception(GlooFailed(str(error)))
                 else:
@@ -110,6 +117,15 @@ class Communicator:
         if self.broken is None:
             self._tell(self.group, {"broken": why})
         self.end(why)
+
+    def close(self) -> None:
+        """End the group in order; what the members have yet to finish of this rank's last operation, they may."""
+        why = f"{self.me} closed it"
+        if self._waiting:
+            self.fail(why)
+        elif self.broken is None:
+            self._tell(self.group, {"closed": self._roll.turn, "why": why})
+            self.end(why)
 
     def end(self, why: str) -> None:
         """The group is dead: whoever waits in it gets GroupBroken, and the process group is dropped."""
@@ -132,9 +148,13 @@ class Communicator:
             self._start(self._held.clear, f"{self.me} drops {self.group.key}")
 
     def hear(self, sender: str, note: Note) -> None:
-        """Take in a member's note: that the group is dead, where the member stands, or the question for it."""
+        """Take in a member's note: that the group is dead, that it left, where it stands, or the question for it."""
         if "broken" in note:
             self.end(note["broken"])
+        elif "closed" in note:
+            self._left = note["why"]
+            if note["closed"] < self._roll.turn:
+                self.end(self._left)
         else:
             self._roll.hear(sender, note)
 
@@ -142,6 +162,8 @@ class Communicator:
 
     def turn(self) -> None:
         """The next operation of this rank begins."""
+        if self._left is not None:
+            self.end(self._left)
         self.check()
         self._roll.turn += 1
 
@@ -169,7 +191,6 @@ class Communicator:
         """Start an operation; what it comes to. It is under way even if nobody waits for it."""
         self.check()
         future = self.clock.future()
-        timeout = timedelta(microseconds=(max(0, deadline_ns - self.clock.now_ns()) + SLACK_NS) // 1000)
 
         def ended(work: torch.futures.Future[Any]) -> None:  # in a thread of gloo
             try:
@@ -180,7 +201,7 @@ class Communicator:
                 future.set_result(None)
 
         try:
-            issue(self._held[0], timeout).get_future().add_done_callback(ended)
+            issue(self._held[0], self._timeout(deadline_ns)).get_future().add_done_callback(ended)
         except Exception as error:
             future.set_exception(GlooFailed(str(error)))
         return future
@@ -194,6 +215,9 @@ class Communicator:
             missing = ", ".join(self._roll.missing())
             self.fail(f"{self.me} waited for {missing} in {what!r} until its deadline")
             raise DeadlineExceeded(f"{what!r} in group {self.group.key}, waiting for {missing},") from None
+        except Refused as refused:
+            self.end(str(refused))
+            raise GroupBroken(self._text()) from None
         except GlooFailed as error:
             self._waiting.discard(future)
             await self._explain(what, str(error), deadline_ns)
@@ -225,6 +249,9 @@ class Communicator:
 
     async def _explain(self, what: str, words: str, deadline_ns: int) -> None:
         """Find out whose death it was that gloo reports, and declare the group dead."""
+        if self._left is not None:
+            self.end(self._left)
+            return
         why = f"{self.me} gave {what!r} up half-way"
         try:
             silent = await self._roll.silent(min(deadline_ns, self.clock.now_ns() + ANSWER_NS))
@@ -239,7 +266,7 @@ class Communicator:
         gloo: Any = ProcessGroupGloo  # its type stubs lack the options
         options = gloo._Options()
         options._devices = [device()]
-        options._timeout = timedelta(microseconds=max(1000, (deadline_ns - self.clock.now_ns()) // 1000))
+        options._timeout = self._timeout(deadline_ns)
         shared = prefixed(store, [self.group.key])
         self._held.append(gloo(shared, self.index, len(self.group.members), options))
         with self._lock:
@@ -252,9 +279,12 @@ class Communicator:
         names = " ".join(map(str, self.group.members))
         found = store.compare_set(f"{self.group.key}/members", "", names).decode()
         if found != names:
-            raise GlooFailed(f"its members are {found}, not {names}")
+            raise Refused(f"its members are {found}, not {names}")
         if store.add(f"{self.group.key}/opened/{self.me}", 1) > 1:
-            raise GlooFailed(f"{self.me} opened it before")
+            raise Refused(f"{self.me} opened it before")
+
+    def _timeout(self, deadline_ns: int) -> timedelta:
+        return timedelta(microseconds=(max(0, deadline_ns - self.clock.now_ns()) + SLACK_NS) // 1000)
 
     def _text(self) -> str:
         return f"group {self.group.key} is dead: {self.broken}; close it and connect a new group epoch"

@@ -84,7 +84,7 @@ class GlooFabric:
         """See ``rank.Fabric.close``; the peers' pending operations fail."""
         communicator = self._open.pop(group.key, None)
         if communicator is not None:
-            communicator.fail(f"{self.me} closed it")
+            communicator.close()
 
     async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
         """See ``rank.Fabric.exchange``; vectors of different lengths break the group."""
@@ -122,6 +122,10 @@ class GlooFabric:
     async def send(self, group: Group, bucket: Any, deadline_ns: int) -> None:
         """See ``rank.Fabric.send``. Header and payload start together, so no receiver is left with half."""
         communicator = self._of(group)
+        if communicator.index:
+            raise PlanMismatch(
+                f"{self.me} sends in group {group.key}, whose root is {group.members[0]}; receive there"
+            )
         payload = _bytes(bucket.payload)
         if payload.numel() != bucket.header.payload_bytes:
             raise PatchMismatch(
@@ -139,6 +143,8 @@ class GlooFabric:
     async def receive(self, group: Group, deadline_ns: int) -> Bucket:
         """See ``rank.Fabric.receive``. Raises PatchMismatch for what is no header; the group is dead then."""
         communicator = self._of(group)
+        if not communicator.index:
+            raise PlanMismatch(f"{self.me} receives in group {group.key}, whose root it is; send there")
         communicator.turn()
         head = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         await communicator.finish(communicator.issue(_broadcast(head), deadline_ns), "receive", deadline_ns)
@@ -158,10 +164,10 @@ class GlooFabric:
     def hear(self, message: Message) -> None:
         """Take in a member's note about a group."""
         key, note = message["key"], message["note"]
-        if "broken" in note:
+        if "broken" in note or "closed" in note:
             while len(self._dead) >= REMEMBERED_DEATHS:
                 del self._dead[next(iter(self._dead))]
-            self._dead[key] = note["broken"]
+            self._dead[key] = note["broken"] if "broken" in note else note["why"]
         if key in self._open:
             self._open[key].hear(message["from"], note)
 

@@ -13,7 +13,10 @@ from weightsync.backends.asyncio_parts import AsyncioFuture
 from weightsync.reference.members import Group, RankId
 
 Note = dict[str, Any]
-"""A JSON-able note between members: ``{"at": turn, "ask": bool}``, or ``{"broken": why}``."""
+"""A JSON-able note between members.
+
+``{"at": turn, "ask": bool}``, ``{"broken": why}``, or ``{"closed": turn, "why": why}``: left after that turn.
+"""
 
 
 class RollCall:
