@@ -23,6 +23,10 @@ nox.options.sessions = ["lint", "types", "tests", "examples", "dist"]
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+WORKERS = ("-n", "2", "--dist", "loadfile")
+"""The laptop suite runs in two processes; what starts processes of its own asks for ``-n 0``."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Two workers and many ranks share the cores already."""
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 
 
@@ -90,7 +94,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run the laptop suite on the Python that runs nox; further arguments go to pytest."""
     install_wheel(session, *group("tests"))
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *WORKERS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -119,13 +123,13 @@ def dist(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Run the laptop suite on every supported Python that is installed."""
     install_wheel(session, *group("tests"))
-    session.run("pytest", *session.posargs)
+    session.run("pytest", *WORKERS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(python=False)
 def faults(session: nox.Session) -> None:
     """Kill, stall and fail at every await, in the environment of ``tests``; arguments go to pytest."""
-    session.notify("tests", ["-q", "tests/faults", *session.posargs])
+    session.notify("tests", ["-q", "-n", "0", "tests/faults", *session.posargs])
 
 
 @nox.session
