@@ -166,8 +166,9 @@ class _Worker:
                     return None
             except EOFError:
                 self._process.join(GRACE_S)
+                code = self._process.exitcode
                 sentences = (
-                    f"it, or what was left of an earlier one, took its process down: exit code {self._process.exitcode}",
+                    f"it, or what an earlier one left behind, took its process down: exit code {code}",
                 )
                 self._replace()
         elif time.monotonic() > self._until:
