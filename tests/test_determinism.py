@@ -11,6 +11,7 @@ import pytest
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.testing.faults import tiny_deployment
 from weightsync.testing.scenario import RunResult, run_scenario
+from weightsync.testing.worlds import SimRanks
 
 RECEIVE = pytest.mark.parametrize("receive", ["stage", "stream"])
 ELSEWHERE = """
@@ -58,3 +59,11 @@ def test_a_run_without_faults_has_the_same_verbs_in_process_and_simulated(receiv
     assert real.problems() == simulated.problems() == []
     for rank, verbs in real.verbs().items():
         assert simulated.verbs()[rank] == verbs, f"verbs of {rank}"
+
+
+@RECEIVE
+def test_a_run_without_faults_has_no_race(receive: str) -> None:
+    """Generation among the readers: nobody reads weights while they are written."""
+    world = SimRanks()
+    run_scenario(world, tiny_deployment(), ProtocolSettings(receive=receive))
+    assert world.cluster.ledger.races == []
