@@ -71,6 +71,18 @@ def test_blocks_of_words_meet_without_gap_or_overlap(dtype: torch.dtype) -> None
     assert torch.equal(changed(~int_view(new), int_view(new)), torch.arange(new.numel()))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_every_lane_of_a_lonely_word_is_found(dtype: torch.dtype) -> None:
+    """Where few words differ they are looked into one by one."""
+    lanes = 8 // dtype.itemsize
+    old = torch.zeros(1000 * lanes + 3, dtype=dtype)
+    for lane in range(lanes):
+        at = torch.tensor([lane, 500 * lanes + lane, 999 * lanes + lane])
+        new = old.clone()
+        int_view(new)[at] = 1
+        assert torch.equal(changed(new, old), at)
+
+
 def test_a_nan_equals_itself_and_the_sign_of_zero_is_a_change() -> None:
     old = torch.tensor([float("nan"), 0.0, 1.0])
     new = torch.tensor([float("nan"), -0.0, 1.0])

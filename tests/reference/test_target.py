@@ -125,6 +125,30 @@ def test_a_tied_name_is_updated_whether_or_not_it_shares_storage(separate: bool)
         assert run(target.digest()) != sides.digest()
 
 
+def test_a_tied_name_with_a_map_of_its_own_counts_once_in_the_digest() -> None:
+    """A rollout may pad its head otherwise than its embedding."""
+    sides = sides_of(A)
+    maps = {**sides.rollout[0], "head": cut_map(A, 0, None, 0, 1)}
+    weights = {name: torch.zeros(4, 6, dtype=torch.bfloat16) for name in maps}
+    target = Target(sides.metas, maps, weights, {"head": "p0"})
+    deliver(target, sides.full())
+    assert same_bits(weights["head"], weights["p0"])
+    assert run(target.digest()) == sides.digest()
+
+
+def test_what_is_committed_is_not_rolled_back() -> None:
+    update, target = pending()
+    deliver(target, update)
+    assert target.undo_bytes > 0
+    run(target.commit())
+    run(target.commit())
+    held = target.snapshot_bits()
+    assert target.undo_bytes == 0
+    assert run(target.rollback()) == 0
+    assert all(torch.equal(bits, held[name]) for name, bits in target.snapshot_bits().items())
+    assert run(target.digest()) == update.digest
+
+
 def test_weights_that_no_update_reaches_are_named() -> None:
     weights = {"p0": torch.zeros(4, 6, dtype=torch.bfloat16), "rope.inv_freq": torch.ones(4)}
     target = Target((A,), {"p0": cut_map(A, 0, None, 0, 1)}, weights)
