@@ -231,8 +231,10 @@ class Rollout(Receiver):
 
     async def status(self, request: Request) -> Mapping[str, Any]:
         """What this rank holds, whether it generates, and if not, why."""
+        lost = [str(rank) for rank in self.followers if self.verbs.is_lost(rank)]
         return {
-            "version": self.version, "dirty": self.dirty, "generating": self.generating, "lost": self.lost,
+            "version": self.version, "dirty": self.dirty, "generating": self.generating,
+            "lost": self.lost or (lost[0] if lost else None),
             "receiving": self.update.version if self.update is not None else None,
         }  # fmt: skip
 
