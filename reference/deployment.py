@@ -94,7 +94,16 @@ class Deployment:
         )
 
     def rollout_maps(self, rank: RankId) -> dict[str, RowMap]:
-        """Runtime name -> map of one rollout rank."""
+        """Runtime name -> map of one rollout rank; made once, not to be changed."""
+        if rank not in self._maps_made:
+            self._maps_made[rank] = self._make_rollout_maps(rank)
+        return self._maps_made[rank]
+
+    @cached_property
+    def _maps_made(self) -> dict[RankId, dict[str, RowMap]]:
+        return {}
+
+    def _make_rollout_maps(self, rank: RankId) -> dict[str, RowMap]:
         tp, fused = self.layouts[rank.rollout]
         return rollout_maps(self.model, rank.rank, tp, fused, vocab_multiple=self.rollout_multiple)
 

@@ -23,17 +23,20 @@ class Meeting:
         op: the collective's name, equal on all members.
         payloads: what each member brought, by its position in the group.
         futures: what each member waits on.
+        takers: positions of the members that get the payloads; the others get an empty list.
     """
 
     op: str
     payloads: dict[int, Any] = field(default_factory=dict)
     futures: dict[int, Future] = field(default_factory=dict)
+    takers: list[int] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Give everybody the payloads, in member order."""
+        """Give every taker the payloads in member order: copies, made before any poster may go on."""
         payloads = [self.payloads[index] for index in sorted(self.payloads)]
-        for future in self.futures.values():
-            future.set_result(payloads)
+        owned = {index: [_copy(payload) for payload in payloads] for index in self.takers}
+        for index, future in self.futures.items():
+            future.set_result(owned.get(index, []))
 
 
 class Rendezvous:
@@ -51,8 +54,11 @@ class Rendezvous:
         self._posted = [0] * len(group.members)
         self._open: dict[int, Meeting] = {}
 
-    def post(self, me: RankId, op: str, payload: Any, future: Future) -> None:
-        """Bring ``payload`` to this member's next meeting; ``future`` gets everybody's payloads, or GroupBroken."""
+    def post(self, me: RankId, op: str, payload: Any, future: Future, takes: bool) -> None:
+        """Bring ``payload`` to this member's next meeting.
+
+        ``future`` gets copies of everybody's payloads if the member ``takes`` them, or GroupBroken.
+        """
         index = self.group.index(me)
         if self.broken is not None:
             future.set_exception(GroupBroken(self._text(self.broken)))
@@ -62,6 +68,8 @@ class Rendezvous:
         meeting = self._open.setdefault(number, Meeting(op))
         meeting.payloads[index] = payload
         meeting.futures[index] = future
+        if takes:
+            meeting.takers.append(index)
         if op != meeting.op:
             self.fail(f"{me} issued {op!r} where its peers issued {meeting.op!r}")
         elif len(meeting.futures) == len(self.group.members):
@@ -146,7 +154,7 @@ class MeetingFabric:
         """See ``rank.Fabric.open``."""
         rendezvous = self.meetings.of(group)
         self._open[group.key] = rendezvous
-        await self._meet(rendezvous, "open", None, deadline_ns)
+        await self._meet(rendezvous, "open", None, deadline_ns, takes=False)
 
     async def close(self, group: Group) -> None:
         """See ``rank.Fabric.close``; the peers' pending operations fail."""
@@ -156,8 +164,7 @@ class MeetingFabric:
 
     async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
         """See ``rank.Fabric.exchange``."""
-        payloads = await self._meet(self._of(group), f"exchange of {len(vector)}", list(vector), deadline_ns)
-        return [list(payload) for payload in payloads]
+        return await self._meet(self._of(group), f"exchange of {len(vector)}", list(vector), deadline_ns)
 
     async def gather(
         self, group: Group, part: Any, sizes: Sequence[int], deadline_ns: int
@@ -169,17 +176,19 @@ class MeetingFabric:
                 f"{self.me} brings {part.nbytes} bytes to a gather where its peers expect {expected}; "
                 "the counts it announced were others"
             )
-        payloads = await self._meet(self._of(group), f"gather of {list(sizes)}", part, deadline_ns)
-        return payloads if group.members[0] == self.me else None
+        root = group.members[0] == self.me
+        op = f"gather of {list(sizes)}"
+        payloads = await self._meet(self._of(group), op, part, deadline_ns, takes=root)
+        return payloads if root else None
 
     async def send(self, group: Group, bucket: Any, deadline_ns: int) -> None:
         """See ``rank.Fabric.send``."""
-        await self._meet(self._of(group), "broadcast", bucket, deadline_ns)
+        await self._meet(self._of(group), "broadcast", bucket, deadline_ns, takes=False)
 
     async def receive(self, group: Group, deadline_ns: int) -> Any:
         """See ``rank.Fabric.receive``; every receiver gets its own copy."""
         payloads = await self._meet(self._of(group), "broadcast", None, deadline_ns)
-        return payloads[0].copy()
+        return payloads[0]
 
     def _of(self, group: Group) -> Rendezvous:
         try:
@@ -187,9 +196,11 @@ class MeetingFabric:
         except KeyError:
             raise GroupBroken(f"group {group.key} is not open on {self.me}; connect it first") from None
 
-    async def _meet(self, rendezvous: Rendezvous, op: str, payload: Any, deadline_ns: int) -> list[Any]:
+    async def _meet(
+        self, rendezvous: Rendezvous, op: str, payload: Any, deadline_ns: int, *, takes: bool = True
+    ) -> list[Any]:
         future = self.clock.future()
-        rendezvous.post(self.me, op, payload, future)
+        rendezvous.post(self.me, op, payload, future, takes)
         try:
             payloads: list[Any] = await self.clock.wait(future, deadline_ns)
         except TimeoutError:
@@ -199,3 +210,10 @@ class MeetingFabric:
                 f"{op!r} in group {rendezvous.group.key}, waiting for {missing},"
             ) from None
         return payloads
+
+
+def _copy(payload: Any) -> Any:
+    """The payload in memory of its own; None and integers have none."""
+    if isinstance(payload, list):
+        return list(payload)
+    return payload.copy() if hasattr(payload, "copy") else payload

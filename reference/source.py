@@ -67,6 +67,10 @@ class Part:
         """Bytes it brings to the gather."""
         return self.payload.numel()
 
+    def copy(self) -> Part:
+        """The same part in memory of its own."""
+        return Part(self.payload.clone())
+
 
 class Source:
     """The bytes of one trainer rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -102,11 +103,12 @@ class SimMail:
     def put(self, peer: str, message: Message) -> None:
         """See ``control.Transport.put``."""
         late_ns, self.late_ns = self.late_ns, 0
+        text = json.dumps(message)  # it owns its memory and hides no object, as on a wire
         when = self.cluster.world.now_ns() + cost_ns("post", 0, self.cluster.profile) + late_ns
 
         def deliver() -> None:
             if peer in self.cluster.controls and self.cluster.alive(peer):
-                self.cluster.controls[peer].deliver(message)
+                self.cluster.controls[peer].deliver(json.loads(text))
 
         self.cluster.world.call_at(when, deliver)
 

@@ -22,7 +22,7 @@ OURS = {
     "reference": {"reference"},
     "backends": {"reference", "backends"},
     "sim": {"reference", "sim"},
-    "cli": {"reference", "backends", "sim", "cli"},
+    "cli": {"reference", "backends", "sim", "cli", "testing"},
     "testing": {"reference", "backends", "sim", "testing"},
 }
 THEIRS = {
