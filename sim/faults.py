@@ -163,31 +163,30 @@ NEAR = (1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 13)
 """How many awaits after the first fault the second one falls into its clean-up, the likely ones repeated."""
 
 
+FIRST: tuple[FaultKind, ...] = ("kill", "stall", "fail", "fail", "fail-after", "fail-after")
+"""Kinds of a first fault: after a failure everybody lives on, so most is left to go wrong."""
+
 SECOND: tuple[FaultKind, ...] = ("stall", "stall", "stall", "fail", "fail", "fail-after", "kill")
-"""Kinds of a fault within a clean-up: a message that comes late does the most there."""
+"""Kinds of a second fault: within a clean-up, a message that comes late does the most."""
 
 
 def drawn(awaits: Mapping[str, int], seed: int) -> tuple[AnyFault, ...]:
     """Two faults drawn from ``seed``, seldom one; at most one kill. Equal seeds draw equal faults.
 
     Clean-up code runs only after a fault, so the second one mostly falls into it, or a few awaits after the first:
-    on the same rank, on the first rank of the trainer or of a rollout, or on another at about the same progress.
+    on the same rank, on the trainer's lead, who tells everybody, or on any at about the same progress.
     """
     stream = random.Random(f"{seed}/faults")
     ranks = sorted(awaits)
+    lead = next((name for name in ranks if name.startswith("trainer")), ranks[0])
     rank = stream.choice(ranks)
-    first = Fault(rank, stream.randint(1, awaits[rank]), stream.choice(KINDS))
+    first = Fault(rank, stream.randint(1, awaits[rank]), stream.choice(FIRST))
+    other = stream.choices((rank, lead, stream.choice(ranks)), (3, 3, 4))[0]
+    kind = stream.choice([kind for kind in SECOND if kind != "kill" or first.kind != "kill"])
     what = stream.random()
-    other = (
-        rank
-        if stream.random() < 0.4
-        else stream.choice([*ranks, *(name for name in ranks if name.endswith(".0"))])
-    )
-    kinds: list[FaultKind] = [kind for kind in SECOND if kind != "kill" or first.kind != "kill"]
-    kind = stream.choice(kinds)
     if what < 0.08:
         return (first,)
-    if what < 0.6:
+    if what < 0.7:
         return (first, Followup(other, stream.randint(1, 7), kind))
     index = stream.randint(1, awaits[other] * 5 // 4)
     if what < 0.9:
