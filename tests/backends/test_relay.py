@@ -17,9 +17,9 @@ from weightsync.backends.session import ReceiverSession
 from weightsync.reference.protocol import Outcome, ProtocolSettings
 from weightsync.reference.source import Source
 from weightsync.reference.trainer import Trainer
-from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.history import History
 from weightsync.testing.plain_calls import make_session, random_checkpoint
+from weightsync.testing.tiny import tiny_deployment
 
 TINY = tiny_deployment()
 CALLS = ["status", "hello", "start", "receive", "prepare", "prove", "commit", "abort"]

@@ -13,7 +13,6 @@ from weightsync.reference.digest import combine
 from weightsync.reference.members import RankId
 from weightsync.reference.params import same_bits
 from weightsync.reference.protocol import ProtocolSettings
-from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.inprocess_run import WholeTensors
 from weightsync.testing.plain_calls import (
     begin,
@@ -24,6 +23,7 @@ from weightsync.testing.plain_calls import (
     take,
 )
 from weightsync.testing.strategies import updates
+from weightsync.testing.tiny import tiny_deployment
 
 TINY = tiny_deployment()
 SETTINGS = {receive: ProtocolSettings(receive=receive) for receive in ("stage", "stream")}

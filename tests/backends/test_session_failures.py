@@ -20,7 +20,6 @@ from weightsync.reference.errors import (
 )
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
-from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.plain_calls import (
     begin,
     feed,
@@ -29,6 +28,7 @@ from weightsync.testing.plain_calls import (
     recorded,
     take,
 )
+from weightsync.testing.tiny import tiny_deployment
 
 TINY = tiny_deployment()
 SETTINGS = {receive: ProtocolSettings(receive=receive) for receive in ("stage", "stream")}

@@ -12,9 +12,9 @@ import torch
 from weightsync.reference.control import Request
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rollout import Rollout
-from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.inprocess_run import InprocessRun, WholeTensors
 from weightsync.testing.plain_calls import random_checkpoint
+from weightsync.testing.tiny import tiny_deployment
 
 STATES = [{"w": torch.tensor([7.0, 7.0])}, {"w": torch.tensor([7.0, 8.0])}, {"w": torch.tensor([9.0, 8.0])}]
 WHOLE = WholeTensors.of(STATES[0])

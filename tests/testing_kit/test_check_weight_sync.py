@@ -14,10 +14,10 @@ from weightsync.reference.params import int_view
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.testing.changes import KINDS
 from weightsync.testing.check_weight_sync import check_weight_sync
-from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.inprocess_run import InprocessRun
 from weightsync.testing.plain_calls import random_checkpoint
 from weightsync.testing.strategies import DTYPES
+from weightsync.testing.tiny import tiny_deployment
 
 State = dict[str, Tensor]
 
