@@ -168,11 +168,11 @@ class GlooFaultRun:
         if self.ranks.left_over:
             self.report.violated(f"threads are left over: {', '.join(self.ranks.left_over)}")
         budget_ns = LEASE_NS + self.settings.connect_ns + 2 * self.settings.update_ns
-        for name, error in errors.items():
-            if isinstance(error, PeerLost) and self.plan.times_ns:
+        for name, end in errors.items():
+            if isinstance(end, PeerLost) and self.plan.times_ns:
                 took_ns = self.ended_ns.get(name, 0) - self.plan.times_ns[0]
                 if took_ns > budget_ns:
-                    self.report.violated(f"{name} heard of the loss of {error.peer} after {took_ns // MS} ms")
+                    self.report.violated(f"{name} heard of the loss of {end.peer} after {took_ns // MS} ms")
 
 
 class _ThreadEffects:
