@@ -14,6 +14,10 @@ TOLD_S = 600.0
 """How long a rank waits for a word that its peers have yet to work for."""
 
 
+GONE = "gone"
+"""What the launcher tells the lead of a rank whose process ended before its part was done."""
+
+
 class Desk:
     """One rank's place: others leave words there, in order, each read once. Not for two threads at a time.
 
@@ -30,6 +34,7 @@ class Desk:
         self._prefix = f"{prefix}/desk"
         self._client: Any = client_of(store)
         self._early: list[Mapping[str, Any]] = []
+        self._gone: set[str] = set()
 
     def tell(self, peers: Iterable[object], op: str, **body: Any) -> None:
         """Leave a word for each peer."""
@@ -51,11 +56,11 @@ class Desk:
     def hear_all(
         self, peers: Iterable[object], op: str, timeout_s: float = TOLD_S
     ) -> dict[str, Mapping[str, Any]]:
-        """Peer -> its word ``op``, once every peer has left one; other words wait for their turn. Blocks.
+        """Peer -> its word ``op``, once every peer has left one or is gone; other words wait for their turn. Blocks.
 
         Raises DeadlineExceeded naming whoever was not heard for ``timeout_s``.
         """
-        missing = {str(peer) for peer in peers}
+        missing = {str(peer) for peer in peers} - self._gone
         heard: dict[str, Mapping[str, Any]] = {}
         words, self._early = self._early, []
         while missing:
@@ -66,7 +71,10 @@ class Desk:
                 raise DeadlineExceeded(
                     f"{op!r} of {names}, awaited {timeout_s:.0f} s by {self.me},"
                 ) from None
-            if word["op"] == op and word["from"] in missing:
+            if word["op"] == GONE:
+                self._gone.add(word["rank"])
+                missing.discard(word["rank"])
+            elif word["op"] == op and word["from"] in missing:
                 missing.discard(word["from"])
                 heard[word["from"]] = word
             else:

@@ -20,9 +20,9 @@ from typing import Any, Self
 
 from weightsync.backends.store import host_store
 from weightsync.backends.torchrun import SECRET, torchrun_world
-from weightsync.cli.desk import Desk
+from weightsync.cli.desk import GONE, Desk
 from weightsync.cli.parts import MS
-from weightsync.cli.rank_run import Errand, rank_run
+from weightsync.cli.rank_run import PREFIX, Errand, rank_run
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.scenario import Scenario, check
 from weightsync.cli.workload import deployment, prepare
@@ -46,7 +46,7 @@ class RankDied(WeightSyncError):
     """
 
     def __init__(self, rank: str, how: str) -> None:
-        super().__init__(f"{rank} {how}; the run is over")
+        super().__init__(f"the run is over: {rank} {how}")
         self.rank = rank
 
 
@@ -60,7 +60,7 @@ def run_gloo(
     with tempfile.TemporaryDirectory(prefix="weightsync-") as scratch, _sigterm_raises():
         store = host_store(HOST)
         errand = Errand(scenario, Path(scratch), prepare(scenario, Path(scratch)))
-        with Processes(errand, ranks, store.port) as processes:
+        with Processes(errand, ranks, store) as processes:
             processes.watch(progress)
         return collect(errand, processes.alive_at_end)
 
@@ -71,19 +71,20 @@ class Processes:
     Args:
         errand: what each is told.
         ranks: one process each.
-        port: of the store that this process hosts.
+        store: the store that this process hosts.
 
     Attributes:
         alive_at_end: ranks that did their part.
         running: rank -> its process.
     """
 
-    def __init__(self, errand: Errand, ranks: Sequence[RankId], port: int) -> None:
+    def __init__(self, errand: Errand, ranks: Sequence[RankId], store: Any) -> None:
         self.errand = errand
         self.ranks = tuple(ranks)
         self.alive_at_end: list[RankId] = []
         self.running: dict[RankId, subprocess.Popen[str]] = {}
-        self._port = port
+        self._port = store.port
+        self._desk = Desk(store, PREFIX, "launcher")
         self._events: queue.SimpleQueue[tuple[RankId, str | int]] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
@@ -138,6 +139,8 @@ class Processes:
                 self.alive_at_end.append(rank)
             elif rank.role == "trainer" or policy.on_rollout_loss == "fail":
                 raise RankDied(str(rank), self._how(rank, event))
+            else:
+                self._desk.tell([self.ranks[0]], GONE, rank=str(rank))
 
     def stop(self) -> None:
         """End every process that still runs; returns when none does."""
@@ -164,10 +167,11 @@ class Processes:
         threading.Thread(target=self._listen, args=(rank, process), daemon=True).start()
 
     def _listen(self, rank: RankId, process: subprocess.Popen[str]) -> None:
-        with process.stdout or contextlib.nullcontext([]) as lines:
-            for line in lines:
-                if line.strip().isdigit():
-                    self._events.put((rank, line.strip()))
+        if process.stdout is not None:
+            with process.stdout:
+                for line in process.stdout:
+                    if line.strip().isdigit():
+                        self._events.put((rank, line.strip()))
         self._events.put((rank, process.wait()))
 
     def _log(self, rank: RankId) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from weightsync.backends.registry import Registry
@@ -220,13 +222,17 @@ def _run_all(
     with progress_bar(console) as bar:
         for name in names:
             task = bar.add_task(f"updates on {name}", total=scenario.workload.steps)
-            record = run(scenario, name, seed, lambda count, task=task: bar.update(task, completed=count))
+            record = run(scenario, name, seed, partial(_advance, bar, task))
             if record is None:
                 return None
             done.append((results.make_result(scenario, record), record))
             if out is not None:
                 results.write(out / name if nest else out, done[-1][0], record)
     return done
+
+
+def _advance(bar: Progress, task: TaskID, done: int) -> None:
+    bar.update(task, completed=done)
 
 
 def _same_digests(measured: results.Result, modelled: results.Result) -> CheckRow:

@@ -19,7 +19,7 @@ from weightsync.backends.gloo import GlooWorld
 from weightsync.backends.store import connect_store
 from weightsync.backends.torchrun import SECRET
 from weightsync.cli.parts import MS
-from weightsync.cli.rank_run import Errand, rank_run
+from weightsync.cli.rank_run import PREFIX, Errand, rank_run
 from weightsync.cli.scenario import check
 from weightsync.cli.workload import deployment
 from weightsync.reference.errors import WeightSyncError
@@ -42,6 +42,7 @@ def main(errand_file: str, name: str) -> int:
         world = GlooWorld(
             store,
             deployment(scenario).ranks,
+            prefix=PREFIX,
             secret=os.environ[SECRET].encode(),
             lease_ns=scenario.policy.lease_ms * MS,
             grace_ns=GRACE_NS,

@@ -23,12 +23,16 @@ from weightsync.cli.desk import Desk
 from weightsync.cli.record import RankRecord
 from weightsync.cli.scenario import Scenario
 from weightsync.cli.workload import deployment, make_trainer
+from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.rank import Verbs
 from weightsync.reference.source import Source
 from weightsync.reference.target import Target
 from weightsync.reference.trace import Trace
+
+PREFIX = "weightsync"
+"""Of every key on a store that serves one run only."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,12 @@ class TrainerRun(RankRun):
         """Step, wait for the others, push, audit; then release the rollouts."""
         half = parts.trainer_half(self.scenario, self.deployment, verbs)
         if self.me == self.lead:
-            await asyncio.to_thread(self.desk.hear_all, self.others, "ready")
+            heard = await asyncio.to_thread(self.desk.hear_all, self.others, "ready")
+            absent = [str(rank) for rank in self.others if str(rank) not in heard]
+            if absent:
+                raise WeightSyncError(
+                    f"{', '.join(absent)} ended before the first update; start the run anew"
+                )
         else:
             self.desk.tell([self.lead], "ready")
         try:
@@ -162,7 +171,7 @@ class TrainerRun(RankRun):
         self.desk.tell(members, "audit", version=outcome.version)
         words = self.desk.hear_all(members, "audited")
         file.unlink()
-        for rank in members:
+        for rank in (one for one in members if str(one) in words):
             found = words[str(rank)]["audit"]
             self.record.audits.append(verify.Audit(**{**found, "differences": tuple(found["differences"])}))
 
