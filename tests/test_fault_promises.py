@@ -19,8 +19,7 @@ from weightsync.reference.transmit import Job
 from weightsync.sim.backend import SimVerbs
 from weightsync.sim.faults import Fault
 from weightsync.testing.faults import FaultRun
-from weightsync.testing.fuzz import Case, awaits, seeded_cases
-from weightsync.testing.sweep import violations
+from weightsync.testing.fuzz import Case, awaits, seeded_cases, violations
 from weightsync.testing.tiny import MS, SETTINGS, STALL_NS
 
 SENDER, SECOND = "trainer.0", "trainer.1"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from weightsync.testing.fuzz import Case, awaits, exhaustive_cases, seeded_cases
-from weightsync.testing.sweep import Bar, sweep_cases
+from weightsync.testing.fuzz import Case, awaits, exhaustive_cases, seeded_cases, sweep_cases
+from weightsync.testing.sweep import Bar
 
 SEEDS = 1000
 

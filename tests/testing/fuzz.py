@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from weightsync.reference.rollout import Rollout
@@ -11,6 +12,7 @@ from weightsync.reference.trainer import Trainer
 from weightsync.sim.faults import AnyFault, drawn, exhaustive
 from weightsync.testing.faults import FaultRun
 from weightsync.testing.promises import Report
+from weightsync.testing.sweep import Failure, sweep
 from weightsync.testing.tiny import MS, SETTINGS
 
 
@@ -120,6 +122,23 @@ def fuzz(
             smaller = reduce(case, halves)
             return Finding(smaller, smaller.run(halves), number)
     return None
+
+
+def violations(case: Case, protocol: Protocol = Protocol()) -> tuple[str, ...]:  # noqa: B008 - immutable
+    """The promises that one run broke, with the verbs that its faults hit."""
+    report = case.run(protocol)
+    return (str(report),) if report.violations else ()
+
+
+def sweep_cases(
+    cases: Iterable[Case],
+    protocol: Protocol = Protocol(),  # noqa: B008 - immutable
+    *,
+    workers: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Failure]:
+    """Every case that breaks a promise, over processes; the protocol is of a module that they can import."""
+    return sweep(partial(violations, protocol=protocol), cases, workers=workers, progress=progress)
 
 
 def reduce(case: Case, protocol: Protocol) -> Case:

@@ -9,14 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TextIO
-
-import torch
-
-from weightsync.testing.fuzz import Case, Protocol
 
 BAR_CELLS = 40
 GRACE_S = 5.0
@@ -66,12 +61,6 @@ class Bar:
         words = f"{done}/{self.total}, {failed} failed, {time.monotonic() - self.began:.0f} s"
         self.stream.write(f"\r{self.label} [{bar}] {words}" + ("\n" if done == self.total else ""))
         self.stream.flush()
-
-
-def violations(case: Case, protocol: Protocol = Protocol()) -> tuple[str, ...]:  # noqa: B008 - immutable
-    """The promises that one simulated run broke, with the verbs that its faults hit."""
-    report = case.run(protocol)
-    return (str(report),) if report.violations else ()
 
 
 def sweep(
@@ -192,7 +181,9 @@ class _Worker:
 
 
 def _work(check: Callable[[Any], Sequence[str]], pipe: Connection) -> None:
-    torch.set_num_threads(1)
+    torch = sys.modules.get("torch")
+    if torch is not None:  # the processes have the cores to themselves already
+        torch.set_num_threads(1)
     pipe.send(None)
     while True:
         try:
@@ -204,14 +195,3 @@ def _work(check: Callable[[Any], Sequence[str]], pipe: Connection) -> None:
         except Exception as error:
             sentences = (f"its check failed: {type(error).__name__}: {error}",)
         pipe.send(sentences)
-
-
-def sweep_cases(
-    cases: Iterable[Case],
-    protocol: Protocol = Protocol(),  # noqa: B008 - immutable
-    *,
-    workers: int = 2,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Failure]:
-    """The simulated runs that break a promise; the protocol is of a module that processes can import."""
-    return sweep(partial(violations, protocol=protocol), cases, workers=workers, progress=progress)
