@@ -116,18 +116,18 @@ class Target:
         aliases = dict(aliases or {})
         seen: set[tuple[int, int]] = set()
         for name, row_map in maps.items():
-            if name not in aliases:
-                self._digested.append((OwnedDigest(row_map, self.tensors), self._hold(name, row_map, seen)))
+            if name not in aliases and self._hold(name, row_map, seen):
+                self._digested.append((OwnedDigest(row_map, self.tensors), self.weights[name]))
         for name, tied_to in aliases.items():
             if tied_to not in maps:
                 raise PlanMismatch(
                     f"weight {name!r} is tied to {tied_to!r}, which has no map, expected one of the mapped "
                     "names; correct the alias table"
                 )
-            if name in self.weights and _storage(self.weights[name]) not in seen:
-                row_map = maps.get(name, maps[tied_to])
-                copy = self._hold(name, row_map, seen)
-                self._copies.append((OwnedDigest(row_map, self.tensors), copy, self.weights[tied_to]))
+            row_map = maps.get(name, maps[tied_to])
+            if name in self.weights and self._hold(name, row_map, seen):
+                table = OwnedDigest(row_map, self.tensors)
+                self._copies.append((table, self.weights[name], self.weights[tied_to]))
         self.unsent = tuple(name for name in self.weights if name not in maps and name not in aliases)
         """Names of weights that no update reaches."""
 
@@ -232,7 +232,8 @@ class Target:
         """Bytes that the undo log holds now."""
         return self._log.nbytes
 
-    def _hold(self, name: str, row_map: RowMap, seen: set[tuple[int, int]]) -> Tensor:
+    def _hold(self, name: str, row_map: RowMap, seen: set[tuple[int, int]]) -> bool:
+        """Take a weight in, unless its storage is in already; True when it was taken in."""
         weight = self.weights.get(name)
         if weight is None or weight.dtype != row_map.dtype or tuple(weight.shape) != row_map.local_shape:
             found = "missing" if weight is None else f"{weight.dtype} {list(weight.shape)}"
@@ -240,11 +241,13 @@ class Target:
                 f"weight {name!r} is {found}, its map expects {row_map.dtype} {list(row_map.local_shape)}; "
                 "build the map from the loaded model"
             )
-        if weight.numel() == 0 or _storage(weight) not in seen:
-            seen.add(_storage(weight))
-            for output, number in enumerate(row_map.outputs):
-                self._holders.setdefault(number, []).append(Holder(name, row_map, output, weight))
-        return weight
+        storage = (weight.data_ptr(), weight.numel())
+        if weight.numel() and storage in seen:
+            return False
+        seen.add(storage)
+        for output, number in enumerate(row_map.outputs):
+            self._holders.setdefault(number, []).append(Holder(name, row_map, output, weight))
+        return True
 
     def _writes(self, one: Range) -> list[_Write]:
         """What one range writes on this rank; out-of-shard elements are dropped."""
@@ -282,7 +285,3 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
         if stop > start:
             writes.append(_by_position(holder, torch.arange(base + start, base + stop), bits[start:stop]))
     return writes
-
-
-def _storage(weight: Tensor) -> tuple[int, int]:
-    return weight.data_ptr(), weight.numel()

@@ -107,6 +107,29 @@ def test_a_tensor_parallel_rank_writes_its_rows_only() -> None:
     sides.expect(targets)
 
 
+def test_positions_count_from_the_base_of_their_piece() -> None:
+    maps = {"p0": cut_map(A, 0, None, 0, 1)}
+    sides = TwoSides((A,), [maps], [maps], 1 << 20, 12, random_state((A,), 0))
+    (target,) = sides.targets()
+    deliver(target, sides.full())
+    run(target.commit())
+    sides.train([[(3, 1), (15, 1), (23, 1)]])
+    update = sides.delta()
+    assert update.counts == (1, 2)
+    assert deliver(target, update) == 3 * A.itemsize
+    sides.expect([target])
+
+
+def test_two_mapped_names_of_one_storage_are_one() -> None:
+    """Also when nobody said that they are tied."""
+    sides = sides_of(A, bucket_bytes=1 << 20)
+    maps = {**sides.rollout[0], "head": cut_map(A, 0, None, 0, 1)}
+    weight = torch.zeros(4, 6, dtype=torch.bfloat16)
+    target = Target(sides.metas, maps, {"p0": weight, "head": weight})
+    assert deliver(target, sides.full()) == A.nbytes
+    assert run(target.digest()) == sides.digest()
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_tied_name_is_updated_whether_or_not_it_shares_storage(separate: bool) -> None:
     sides = sides_of(A, bucket_bytes=1 << 20)
