@@ -83,7 +83,7 @@ class Processes:
         self.ranks = tuple(ranks)
         self.alive_at_end: list[RankId] = []
         self.running: dict[RankId, subprocess.Popen[str]] = {}
-        self._port = store.port
+        self._store = store
         self._desk = Desk(store, PREFIX, "launcher")
         self._events: queue.SimpleQueue[tuple[RankId, str | int]] = queue.SimpleQueue()
 
@@ -95,7 +95,7 @@ class Processes:
             "scratch": str(self.errand.scratch),
             "checkpoint": None if folder is None else str(folder),
             "host": HOST,
-            "port": self._port,
+            "port": self._store.port,
         }
         told.write_text(json.dumps(body), encoding="utf-8")
         environ = {**os.environ, SECRET: secrets.token_hex(32), "OMP_NUM_THREADS": "1"}
