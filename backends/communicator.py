@@ -41,7 +41,12 @@ Issue = Callable[[Any, timedelta], Any]
 
 
 class GlooFailed(Exception):
-    """gloo's own words about an operation that did not end well."""
+    """gloo's own words about an operation that did not end well, their first sentence."""
+
+    @classmethod
+    def of(cls, error: Exception) -> GlooFailed:
+        """From what gloo raised."""
+        return cls(str(error).split("\n")[0].split(". ")[0])
 
 
 class Refused(Exception):
@@ -104,7 +109,7 @@ class Communicator:
                 except Refused as refused:
                     future.set_exception(refused)
                 except Exception as error:
-                    future.set_exception(GlooFailed(str(error)))
+                    future.set_exception(GlooFailed.of(error))
                 else:
                     future.set_result(None)
 
@@ -196,14 +201,14 @@ class Communicator:
             try:
                 work.value()
             except Exception as error:
-                future.set_exception(GlooFailed(str(error)))
+                future.set_exception(GlooFailed.of(error))
             else:
                 future.set_result(None)
 
         try:
             issue(self._held[0], self._timeout(deadline_ns)).get_future().add_done_callback(ended)
         except Exception as error:
-            future.set_exception(GlooFailed(str(error)))
+            future.set_exception(GlooFailed.of(error))
         return future
 
     async def finish(self, future: AsyncioFuture, what: str, deadline_ns: int) -> None:

@@ -236,6 +236,8 @@ def test_closing_with_an_operation_under_way_blocks_nobody_and_frees_the_peers()
         waiting = verbs.spawn(verbs.exchange(ALL, [1], later(verbs, 3_000_000_000)), "waiting")
         for peer in (B, C):
             await verbs.serve(later(verbs), peer)
+        with pytest.raises(DeadlineExceeded):  # by now it waits
+            await verbs.join([waiting], later(verbs, 20_000_000))
         began = verbs.now_ns()
         await verbs.disconnect(ALL)
         took = verbs.now_ns() - began

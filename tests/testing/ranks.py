@@ -22,6 +22,7 @@ class GlooRanks(World):
 
     Args:
         store: what the ranks meet through; by default a store within the process, whose connections cost nothing.
+        prefix: of every key; runs that share a store need different ones.
         lease_ns: how long after a kill the control plane of the others knows of it.
         limit_s: after so long a run that should have ended counts as hung.
 
@@ -34,12 +35,14 @@ class GlooRanks(World):
         self,
         *args: Any,
         store: Store | None = None,
+        prefix: str = "weightsync",
         lease_ns: int = LEASE_NS,
         limit_s: float = LIMIT_S,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.store = store if store is not None else local_store()
+        self.prefix = prefix
         self.lease_ns = lease_ns
         self.limit_s = limit_s
         self.worlds: dict[RankId, GlooWorld] = {}
@@ -92,7 +95,7 @@ class GlooRanks(World):
         self, rank: RankId, ranks: Sequence[RankId], program: Program, holding: Any, engine: Engine | None
     ) -> None:
         clock = AsyncioClock(rank_name=str(rank))
-        world = GlooWorld(self.store, ranks, secret=self._secret, lease_ns=self.lease_ns)
+        world = GlooWorld(self.store, ranks, secret=self._secret, prefix=self.prefix, lease_ns=self.lease_ns)
         self.worlds[rank] = world
         try:
             verbs = world.verbs(
