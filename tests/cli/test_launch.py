@@ -94,7 +94,7 @@ def test_a_rank_that_fails_is_quoted(tmp_path: Path) -> None:
     rank = deployment(scenario).ranks[0]
     processes = Processes(Errand(scenario, tmp_path, None), [rank], host_store())
     processes._start(rank, [sys.executable, "-c", "raise SystemExit('first\\nit said no')"], os.environ)
-    with pytest.raises(RankDied, match="trainer.0 ended with exit code 1 and said: it said no"):
+    with pytest.raises(RankDied, match=r"trainer\.0 ended with exit code 1 and said: it said no"):
         processes.watch(lambda done: None)
     processes.stop()
 
