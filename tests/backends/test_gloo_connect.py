@@ -148,6 +148,17 @@ def test_a_rank_that_is_none_of_the_run_is_refused() -> None:
     clock.close()
 
 
+def test_a_rank_that_hangs_is_named_and_leaves_no_thread() -> None:
+    async def ends(verbs: Verbs) -> Any:
+        return verbs.me
+
+    async def hangs(verbs: Verbs) -> Any:
+        await verbs.serve(None, A)
+
+    with pytest.raises(WeightSyncError, match=r"^trainer\.1 did not end"):
+        GlooRanks(limit_s=0.2).run({A: ends, B: hangs})
+
+
 def test_closing_twice_is_harmless_and_leaves_nothing() -> None:
     clock = AsyncioClock(rank_name=str(A))
     world = GlooWorld(host_store(), (A,), secret=bytes(16))

@@ -81,7 +81,7 @@ class GlooRanks(World):
                 self.worlds[rank].kill(rank)
         self._all_ended.set()
         for thread in threads.values():
-            thread.join(self.limit_s)
+            thread.join(LIMIT_S)
         refuse_hung(hung, self._results)
         return {rank: self._results[rank] for rank in programs if rank in self._results}
 
