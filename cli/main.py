@@ -68,7 +68,7 @@ def demo(
         Path | None, typer.Option(help="A Hugging Face safetensors folder; by default a small one is made.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, each with an update.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the results of both runs.")] = Path("weightsync-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the results of both runs.")] = Path("weightsync-out"),
     sets: SetOption = None,
     seed: SeedOption = None,
 ) -> None:

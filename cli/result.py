@@ -60,7 +60,7 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
         "format": FORMAT,
         "backend": record.backend,
         "seed": record.seed,
-        "scenario": scenario.to_dict(),
+        "scenario": _without_paths(scenario.to_dict()),
         "fingerprint": scenario.fingerprint(),
         "values": scenario.values,
         "tensors": len(layout.tensors),
@@ -155,6 +155,14 @@ def write(out: Path, result: Result, record: RunRecord) -> None:
     (out / "result.json").write_text(_json(result), encoding="utf-8")
     (out / "conditions.json").write_text(_json(conditions(record)), encoding="utf-8")
     (out / "trace.json").write_text(dumps(chrome_trace(record.trace, other)), encoding="utf-8")
+
+
+def _without_paths(asked: dict[str, Any]) -> dict[str, Any]:
+    """The scenario with the last name only of a checkpoint's folder; ``conditions.json`` has the command line."""
+    folder = asked["model"].get("checkpoint")
+    return (
+        asked if folder is None else {**asked, "model": {**asked["model"], "checkpoint": Path(folder).name}}
+    )
 
 
 def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch
 
 from weightsync.cli import result as results
 from weightsync.cli.dry_run import dry_run
+from weightsync.cli.model.checkpoint import make_checkpoint
+from weightsync.cli.model.config import DecoderConfig
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.run import run
 from weightsync.cli.scenario import ScenarioError
@@ -19,6 +21,7 @@ from weightsync.cli.scenario_files import load
 from weightsync.cli.trace_check import phase_ns, validate
 from weightsync.cli.verify import Audit, differences, flip_bit, group_digests
 from weightsync.reference.errors import BackendUnavailable
+from weightsync.reference.model import ModelShape
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trace import Span, Trace
 
@@ -63,6 +66,17 @@ def test_a_result_names_no_machine_and_conditions_do(tmp_path: Path) -> None:
     conditions = json.loads((tmp_path / "conditions.json").read_text())
     assert conditions["machine"]["host"] == platform.node()
     assert conditions["packages"]["torch"]
+
+
+def test_a_checkpoint_stands_in_a_result_by_its_name(tmp_path: Path) -> None:
+    shape = ModelShape(
+        vocab=5, hidden=4, intermediate=4, layers=1, heads=2, kv_heads=2, head_dim=2, tied=False
+    )
+    folder = make_checkpoint(tmp_path / "mine", DecoderConfig("llama", shape), 0)
+    result, _ = made(f"model.checkpoint={folder}")
+    assert result["verdict"]["ok"]
+    assert result["scenario"]["model"]["checkpoint"] == "mine"
+    assert str(tmp_path) not in json.dumps(result)
 
 
 @pytest.mark.parametrize("overrides", [(), ("workload.density=0.0",), ("policy.receive=stream",)], ids=str)
