@@ -19,7 +19,6 @@ from weightsync.reference.transmit import Job
 from weightsync.sim.backend import SimVerbs
 from weightsync.sim.faults import Fault
 from weightsync.testing.faults import FaultRun
-from weightsync.testing.fuzz import Case, awaits, seeded_cases, violations
 from weightsync.testing.tiny import MS, SETTINGS, STALL_NS
 
 SENDER, SECOND = "trainer.0", "trainer.1"
@@ -303,22 +302,3 @@ def test_an_update_without_a_change_advances_the_version_and_sends_its_trailer_o
     sends = [span.update for span in run.report.trace.spans if span.verb == "send"]
     assert [sends.count(update) for update in (2, 3, 4)] == [1, 1, 1]
     assert not any(span.verb == "apply" and span.update > 1 for span in run.report.trace.spans)
-
-
-# ---- plans -------------------------------------------------------------------------------------------------------
-
-
-def test_one_plan_has_one_trace() -> None:
-    for case in seeded_cases((3, 8), awaits()):
-        first, second = (FaultRun(case.faults, seed=case.seed, updates=case.updates) for _ in range(2))
-        first.run()
-        second.run()
-        assert first.report.trace.spans == second.report.trace.spans
-        assert (first.report.hit, first.plan.times_ns) == (second.report.hit, second.plan.times_ns)
-
-
-@pytest.mark.parametrize("tens", range(10))
-def test_a_hundred_seeded_plans_break_no_promise(tens: int) -> None:
-    cases: list[Case] = list(seeded_cases(range(10 * tens, 10 * tens + 10), awaits()))
-    broken = [f"{case}: {sentence}" for case in cases for sentence in violations(case)]
-    assert broken == []
