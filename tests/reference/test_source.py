@@ -196,7 +196,9 @@ def test_rows_in_any_order_are_told_in_the_checkpoints() -> None:
     forwards = {"p0": cut_map(A, 0, None, 0, 1)}
     sides = TwoSides((A,), [{"p0": backwards}], [forwards], 1 << 20, HUGE, random_state((A,), 0))
     (target,) = sides.targets()
-    deliver(target, sides.full())
+    update = sides.full()
+    assert update.digest == sides.digest()
+    deliver(target, update)
     sides.expect([target])
     run(target.commit())
     sides.train([[(1, 1), (8, 2), (22, 4)]])
