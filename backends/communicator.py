@@ -217,14 +217,13 @@ class Communicator:
         try:
             await self._roll.wait(future, deadline_ns)
         except TimeoutError:
-            missing = ", ".join(self._roll.missing())
-            self.fail(f"{self.me} waited for {missing} in {what!r} until its deadline")
-            raise DeadlineExceeded(f"{what!r} in group {self.group.key}, waiting for {missing},") from None
+            raise self._late(what) from None
         except Refused as refused:
             self.end(str(refused))
             raise GroupBroken(self._text()) from None
         except GlooFailed as error:
-            self._waiting.discard(future)
+            if self.clock.now_ns() >= deadline_ns:  # on a busy loop gloo's timeout may be seen first
+                raise self._late(what) from None
             await self._explain(what, str(error), deadline_ns)
             raise GroupBroken(self._text()) from None
         except asyncio.CancelledError:
@@ -251,6 +250,11 @@ class Communicator:
                     f"{operation!r} as operation {mine[1]} with {mine[2]}"
                 )
                 self.check()
+
+    def _late(self, what: str) -> DeadlineExceeded:
+        missing = ", ".join(self._roll.missing())
+        self.fail(f"{self.me} waited for {missing} in {what!r} until its deadline")
+        return DeadlineExceeded(f"{what!r} in group {self.group.key}, waiting for {missing},")
 
     async def _explain(self, what: str, words: str, deadline_ns: int) -> None:
         """Find out whose death it was that gloo reports, and declare the group dead."""
