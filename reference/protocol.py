@@ -54,6 +54,10 @@ class ProtocolSettings:
                 f"{self.connect_ns + self.update_ns}, or a rank leaves while its peers still work"
             )
 
+    def verifies(self, update: int) -> bool:
+        """True when the digests of this update, counted from 1, are compared."""
+        return self.verify_every > 0 and update % self.verify_every == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -202,9 +202,9 @@ class Verbs:
         """Handle to this rank's changed elements between two slots; ``base`` None counts every element. Trainer."""
         return await self._local("diff", lambda: self.local.diff(slot, base), lambda changes: changes.nbytes)
 
-    async def source_digest(self, slot: int) -> int:
-        """This rank's share of the digest of ``slot``, signed 64 bit. Trainer."""
-        return await self._local("digest", lambda: self.local.digest(slot))
+    async def source_digest(self, slot: int, afresh: bool = False) -> int:
+        """This rank's share of the digest of ``slot``, signed 64 bit; ``afresh`` reads every element. Trainer."""
+        return await self._local("digest", lambda: self.local.digest(slot, afresh=afresh))
 
     async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
         """Every rank's vector of status, digest share and counts, shape ``(world, len(vector))``, int64. Trainer."""

@@ -192,8 +192,7 @@ class Receiver:
 
     def verifies(self) -> bool:
         """True when this update's digests are compared."""
-        every = self.settings.verify_every
-        return every > 0 and self.verbs.update % every == 0
+        return self.settings.verifies(self.verbs.update)
 
     def mark(self, update: Receiving) -> None:
         """A full update cannot be undone: from its first byte until its commit this rank is dirty."""

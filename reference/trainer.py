@@ -210,7 +210,7 @@ class Trainer:
             if base is not None:
                 changes = await self.verbs.diff(slot, base)
                 counts = changes.counts
-            share = await self.verbs.source_digest(slot)
+            share = await self.verbs.source_digest(slot, afresh=self.settings.verifies(self.updates))
         except Exception as error:
             failure = error
         matrix = await self.verbs.exchange(group, [int(failure is not None), share, *counts], deadline_ns)

@@ -110,8 +110,11 @@ class TrainerVerbs(CommonVerbs, Protocol):
         once. ``base`` None compares nothing and counts every owned element. Nothing is advanced.
         """
 
-    async def source_digest(self, slot: int) -> int:
-        """[digest] This rank's share of the digest of ``slot``; O(changed) after a diff with a known base."""
+    async def source_digest(self, slot: int, afresh: bool = False) -> int:
+        """[digest] This rank's share of the digest of ``slot``; O(changed) after a diff with a known base.
+
+        ``afresh`` reads every element, since a share derived from a diff cannot show that the diff missed one.
+        """
 
     async def exchange(self, group: Group, vector: Sequence[int], deadline_ns: int) -> list[list[int]]:
         """[tp_gather] Every member's int64 vector, all of one length, in member order: (world, length)."""

@@ -97,9 +97,9 @@ class PhantomSource:
         sizes = [self.plan.tensors[piece.tensor].itemsize + 4 for piece in self.plan.pieces]
         return PhantomChanges(shares, sum(n * size for n, size in zip(shares, sizes, strict=True)))
 
-    def digest(self, slot: int) -> Step[int]:
+    def digest(self, slot: int, *, afresh: bool = False) -> Step[int]:
         """See ``reference.source.Source.digest``; always 0."""
-        yield Touched(0, reads=(f"slot{slot}",))
+        yield Touched(self.held_bytes if afresh else 0, reads=(f"slot{slot}",))
         return 0
 
     def part(self, slot: int, changes: PhantomChanges | None, group: GatherGroup) -> Step[Phantom]:
