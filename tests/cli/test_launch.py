@@ -99,12 +99,22 @@ def test_a_rank_that_fails_is_quoted(tmp_path: Path) -> None:
     processes.stop()
 
 
+def heed_interrupts() -> None:
+    """A shell that runs this suite in the background has its children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_ctrl_c_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weightsync.cli.main", "run", "tiny-sync", "--backend", "gloo"]
     command += ["--set", "workload.steps=100000"]
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     launcher = subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     try:
         until = time.monotonic() + LIMIT_S
