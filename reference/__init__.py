@@ -1,1 +1,70 @@
 """What is right: the pure core of a weight update, its protocol and its oracles."""
+
+from weightsync.reference.buckets import Bucket
+from weightsync.reference.delta import SparsePatch, UndoLog
+from weightsync.reference.deployment import Deployment, RolloutLayout
+from weightsync.reference.errors import (
+    BackendUnavailable,
+    DeadlineExceeded,
+    GroupBroken,
+    MissingTPAttributes,
+    PatchMismatch,
+    PeerLost,
+    PlanMismatch,
+    RemoteError,
+    StaleVersion,
+    UnsupportedCapability,
+    UpdateAborted,
+    WeightSyncError,
+)
+from weightsync.reference.members import Group, RankId, RolloutRef
+from weightsync.reference.model import ModelShape
+from weightsync.reference.params import ParamMeta, TPAttributes
+from weightsync.reference.plan import TransferPlan
+from weightsync.reference.protocol import Outcome, ProtocolSettings
+from weightsync.reference.rank import Verbs
+from weightsync.reference.rollout import Rollout
+from weightsync.reference.rowmap import RowMap
+from weightsync.reference.snapshot import BaselineSlots
+from weightsync.reference.source import Source
+from weightsync.reference.target import Target
+from weightsync.reference.trace import Span, Trace
+from weightsync.reference.trainer import Trainer
+
+__all__ = [
+    "BackendUnavailable",
+    "BaselineSlots",
+    "Bucket",
+    "DeadlineExceeded",
+    "Deployment",
+    "Group",
+    "GroupBroken",
+    "MissingTPAttributes",
+    "ModelShape",
+    "Outcome",
+    "ParamMeta",
+    "PatchMismatch",
+    "PeerLost",
+    "PlanMismatch",
+    "ProtocolSettings",
+    "RankId",
+    "RemoteError",
+    "Rollout",
+    "RolloutLayout",
+    "RolloutRef",
+    "RowMap",
+    "Source",
+    "Span",
+    "SparsePatch",
+    "StaleVersion",
+    "TPAttributes",
+    "Target",
+    "Trace",
+    "Trainer",
+    "TransferPlan",
+    "UndoLog",
+    "UnsupportedCapability",
+    "UpdateAborted",
+    "Verbs",
+    "WeightSyncError",
+]
