@@ -16,6 +16,8 @@ from typing import Any
 from weightsync.backends.asyncio_parts import AsyncioFuture, Fence, Timer, wake
 from weightsync.reference.errors import WeightSyncError
 
+_REFUSALS = 1000
+
 
 class AsyncioTask:
     """A coroutine of one rank; implements ``reference.clock.Task``. Made by ``AsyncioClock.spawn``.
@@ -80,6 +82,8 @@ class AsyncioClock:
     ) -> None:
         self.name = rank_name
         self.dead = False
+        self._closed = False
+        self._refusals = 0
         self.loop = asyncio.new_event_loop() if loop is None else loop
         self._owns_loop = loop is None
         self._now_ns = time.monotonic_ns if now_ns is None else now_ns
@@ -220,7 +224,7 @@ class AsyncioClock:
 
     def close(self) -> None:
         """End the tasks that are left, without noise, and the loop if this clock made it; it must not run."""
-        self.dead = True
+        self.dead = self._closed = True
         tasks, self._tasks = list(self._tasks), {}
         for task in tasks:
             _bury(task)
@@ -246,6 +250,10 @@ class AsyncioClock:
                 waiters.remove(waiter)
 
     async def _freeze(self) -> None:
+        if self._closed and self._refusals < _REFUSALS:
+            # Clean-ups of kept coroutines end at once; bounded, as a task may swallow the cancel and await again.
+            self._refusals += 1
+            raise CancelledError
         while True:
             await self.loop.create_future()
 

@@ -274,13 +274,11 @@ class ReceiverSession:
         )  # fmt: skip
 
     def _prove(self, update: Receiving, shares: Sequence[int]) -> None:
-        rollout, digest = self._rollout, combine(shares)
-        if rollout.verifies() and not self._run(self.verbs.compare_digests(digest, update.digest or 0)):
-            found = f"its digest in version {update.version} is {digest}"
-            rollout.dirty = f"{found}, the trainer's is {update.digest}"
-            error = PatchMismatch(f"{self.me}: {rollout.dirty}; a full update heals it")
+        try:
+            self._run(self._rollout.prove(update, combine(shares)))
+        except PatchMismatch as error:
             self._give_up(error)
-            raise error
+            raise
         self._proved = True
 
     def _give_up(self, error: Exception) -> None:

@@ -26,7 +26,8 @@ class ProtocolSettings:
         on_rollout_loss: ``"fail"``: a lost rollout ends the run, named; ``"continue"``: the others go on.
         connect_ns: deadline of connecting, from its start.
         update_ns: one deadline for everything after connecting, from its start.
-        lease_ns: how long a prepared rollout waits for the decision before it rolls back.
+        lease_ns: how long a rollout waits for the decision, at least, before it rolls back: it does so between
+            this long after it prepared and this long after the update's deadline.
         patience_ns: how long a rank waits for a verdict whose decider is alive; longer than any stall that is
             not a loss.
         tries: how often a failed local or repeatable verb is tried before it counts as failed.

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from weightsync.reference.clock import Task
-from weightsync.reference.errors import StaleVersion, UpdateAborted
+from weightsync.reference.errors import PatchMismatch, StaleVersion, UpdateAborted
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId
 from weightsync.reference.protocol import DELTA, FULL, ProtocolSettings
@@ -189,6 +189,19 @@ class Receiver:
                 f"version {version} is not in progress on {self.verbs.me}; in progress is {now}"
             )
         return self.update
+
+    async def prove(self, update: Receiving, digest: int) -> None:
+        """Return if ``digest``, over all ranks of the rollout, is the trainer's, or is not compared this time.
+
+        Raises PatchMismatch otherwise; this rank is dirty then, and a full update heals it.
+        """
+        if not self.verifies():
+            return
+        if update.digest is None or not await self.verbs.compare_digests(digest, update.digest):
+            self.dirty = (
+                f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
+            )
+            raise PatchMismatch(f"{self.verbs.me}: {self.dirty}; a full update heals it")
 
     def verifies(self) -> bool:
         """True when this update's digests are compared."""

@@ -10,7 +10,6 @@ from weightsync.reference.control import Request
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import (
     DeadlineExceeded,
-    PatchMismatch,
     PeerLost,
     PlanMismatch,
     RemoteError,
@@ -169,13 +168,7 @@ class Rollout(Receiver):
         async with self.fanout.ending(calls):
             share = await self.install_all(update)
             replies = await self.fanout.all_or_first_error(calls, update.deadline_ns)
-        if self.verifies():
-            digest = wrap(share + sum(reply["digest"] for reply in replies))
-            if update.digest is None or not await self.verbs.compare_digests(digest, update.digest):
-                self.dirty = (
-                    f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
-                )
-                raise PatchMismatch(f"{self.verbs.me}: {self.dirty}; a full update heals it")
+        await self.prove(update, wrap(share + sum(reply["digest"] for reply in replies)))
         update.ends_ns = self.verbs.now_ns() + self.settings.lease_ns
         update.prepared = True
         return {"version": update.version}

@@ -194,3 +194,33 @@ def test_closing_ends_tasks_that_are_left_without_noise(caplog, recwarn):
     gc.collect()
     assert caplog.records == []
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_closing_a_killed_rank_ends_its_clean_ups_and_shows_them_no_error_of_its_own():
+    """Else an ``except Exception`` takes the interpreter's complaint for a failure, and starts a clean-up of its own."""
+    clock = AsyncioClock(rank_name="r")
+    seen: list[str] = []
+
+    async def inner() -> None:
+        try:
+            await clock.wait(clock.future(), None)
+        finally:
+            seen.append("inner")
+            await clock.wait(clock.future(), None)
+
+    async def outer() -> None:
+        try:
+            await inner()
+        except Exception as error:
+            seen.append(repr(error))
+        finally:
+            seen.append("outer")
+            await clock.wait(clock.future(), None)
+
+    async def killer() -> None:
+        clock.kill()
+
+    clock.run([clock.spawn(outer(), "outer"), clock.spawn(killer(), "killer")])
+    assert seen == []
+    clock.close()
+    assert seen == ["inner", "outer"]
