@@ -20,12 +20,18 @@ class RankRecord:
         outcomes: its updates; a trainer rank's only.
         inside: (start, end) in ns of each of its calls of ``update()``, likewise.
         audits: what the rollouts held after each version; the lead's only.
+        job: spans of what goes on between updates, ``train`` on trainer ranks and ``generate`` on engines, each
+            under a phase of its own name, on the same clock.
+        curve: per optimizer step, what the job says of itself: ``step``, ``loss``, ``lr``, and with RL ``reward``
+            (mean over the samples, 0 to 1), ``samples``, ``generated_tokens``; the lead's only.
     """
 
     spans: list[Span] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     inside: list[tuple[int, int]] = field(default_factory=list)
     audits: list[Audit] = field(default_factory=list)
+    job: list[Span] = field(default_factory=list)
+    curve: list[dict[str, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; ``of`` is the inverse."""
@@ -39,6 +45,8 @@ class RankRecord:
             [Outcome(**_tuples(outcome)) for outcome in data["outcomes"]],
             [(start, end) for start, end in data["inside"]],
             [Audit(**_tuples(one)) for one in data["audits"]],
+            [Span(**span) for span in data["job"]],
+            data["curve"],
         )
 
 
@@ -49,7 +57,8 @@ class RunRecord:
     Attributes:
         backend: where it ran.
         seed: what it drew from.
-        trace: the spans of all ranks, on one clock.
+        trace: the spans of all ranks' verbs, on one clock.
+        job: the spans of training and generation, of all ranks on the same clock.
         trainers: per trainer rank, lead first: its record. Spans are in ``trace`` only.
         audits: what every rollout rank held after each committed version, in order.
         races: what the read/write ledger found; None where there is no ledger.
@@ -63,6 +72,12 @@ class RunRecord:
     audits: list[Audit] = field(default_factory=list)
     races: Sequence[str] | None = None
     conditions: str = ""
+    job: Trace = field(default_factory=Trace)
+
+    @property
+    def curve(self) -> list[dict[str, float]]:
+        """What the job said of each optimizer step."""
+        return self.trainers[0].curve
 
     @property
     def outcomes(self) -> list[Outcome]:

@@ -4,146 +4,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from weightsync.cli.model.config import DTYPES
+from weightsync.cli.scenario_tables import Faults, Model, Policy, RolloutTable, Table, TrainerTable, Workload
 from weightsync.reference.errors import WeightSyncError
-from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
-from weightsync.reference.model import ModelShape
-from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
-
-MIB = 1 << 20
+from weightsync.sim.hardware import ProfileError, load_profile
 
 
 class ScenarioError(WeightSyncError):
     """A scenario that cannot be run; each line names a key, what stood there and what is needed."""
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Shape(_Table):
-    """Sizes of a Llama- or Qwen3-shaped model, under Hugging Face's names."""
-
-    model_type: Literal["llama", "qwen2", "qwen3"] = "qwen3"
-    vocab_size: int = Field(default=259, ge=1)
-    hidden_size: int = Field(default=128, ge=1)
-    intermediate_size: int = Field(default=384, ge=1)
-    num_hidden_layers: int = Field(default=4, ge=1)
-    num_attention_heads: int = Field(default=8, ge=1)
-    num_key_value_heads: int = Field(default=4, ge=1)
-    head_dim: int = Field(default=16, ge=1)
-    tie_word_embeddings: bool = True
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-
-    def model_shape(self) -> ModelShape:
-        """The same sizes as the reference has them."""
-        return ModelShape(
-            vocab=self.vocab_size,
-            hidden=self.hidden_size,
-            intermediate=self.intermediate_size,
-            layers=self.num_hidden_layers,
-            heads=self.num_attention_heads,
-            kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            tied=self.tie_word_embeddings,
-            qk_norm=self.model_type == "qwen3",
-            qkv_bias=self.model_type == "qwen2",
-            dtype=DTYPES[self.dtype],
-        )
-
-    @model_validator(mode="after")
-    def _heads(self) -> Shape:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads {self.num_key_value_heads} does not divide num_attention_heads "
-                f"{self.num_attention_heads}; every key/value head serves the same number of query heads"
-            )
-        return self
-
-
-class Model(_Table):
-    """What is trained: a checkpoint folder, or a shape to fill with seeded weights.
-
-    Vocabularies are padded to a multiple of ``trainer_vocab_multiple`` times TP rows on the trainer, and of
-    ``rollout_vocab_multiple`` rows on a fused rollout.
-    """
-
-    checkpoint: str | None = None
-    shape: Shape | None = None
-    trainer_vocab_multiple: int = Field(default=TRAINER_MULTIPLE, ge=1)
-    rollout_vocab_multiple: int = Field(default=ROLLOUT_MULTIPLE, ge=1)
-
-    @model_validator(mode="after")
-    def _one(self) -> Model:
-        if self.checkpoint is not None and self.shape is not None:
-            raise ValueError("checkpoint and shape are both given; give the folder or the shape, not both")
-        return self
-
-    @property
-    def sizes(self) -> Shape | None:
-        """The shape to fill with seeded weights, or None when a checkpoint folder is named."""
-        return None if self.checkpoint is not None else self.shape or Shape()
-
-
-class TrainerTable(_Table):
-    """How the trainer's ranks cut the model."""
-
-    tp: int = Field(default=2, ge=1)
-
-
-class RolloutTable(_Table):
-    """How one rollout's ranks cut the model; fused means qkv_proj and gate_up_proj."""
-
-    tp: int = Field(default=1, ge=1)
-    fused: bool = False
-
-
-class Workload(_Table):
-    """What changes between two updates.
-
-    ``train`` takes real AdamW steps; ``synthetic`` changes seeded positions, a ``density`` of all elements.
-    """
-
-    kind: Literal["train", "synthetic"] = "train"
-    steps: int = Field(default=3, ge=1)
-    density: float = Field(default=0.03, ge=0.0, le=1.0)
-    lr: float = Field(default=1e-6, gt=0.0)
-    seed: int = Field(default=0, ge=0)
-    batch: int = Field(default=4, ge=1)
-    tokens: int = Field(default=64, ge=1)
-
-
-class Policy(_Table):
-    """How an update is pushed, and what happens when it fails."""
-
-    receive: Literal["stage", "stream"] = "stage"
-    verify_every: int = Field(default=1, ge=0)
-    bucket_bytes: int = Field(default=4 * MIB, ge=1)
-    on_rollout_loss: Literal["fail", "continue"] = "fail"
-    update_ms: int = Field(default=60_000, ge=1)
-    lease_ms: int = Field(default=10_000, ge=1)
-
-
-class FlipBit(_Table):
-    """Flip one bit of one rollout rank's weights after ``version`` was committed there."""
-
-    rollout: int = Field(ge=0)
-    rank: int = Field(ge=0)
-    version: int = Field(ge=1)
-
-
-class Faults(_Table):
-    """Faults planted in the run, so that its checks are seen to fail."""
-
-    flip_bit: FlipBit | None = None
-
-
-class Scenario(_Table):
+class Scenario(Table):
     """Everything a run depends on, apart from the backend and the seed given on the command line."""
 
     name: str = Field(min_length=1)
@@ -159,28 +34,50 @@ class Scenario(_Table):
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
-        flip = self.faults.flip_bit
+        try:
+            load_profile(self.hardware)
+        except ProfileError as error:
+            raise ValueError(f"hardware: {error}") from None
+        flip, kill, steps = self.faults.flip_bit, self.faults.kill, self.workload.steps
         if flip is not None:
-            if flip.rollout >= len(self.rollouts):
+            self._require_rank("flip_bit", flip.rollout, flip.rank)
+            if flip.version > steps:
                 raise ValueError(
-                    f"faults.flip_bit.rollout is {flip.rollout}; expected 0 to {len(self.rollouts) - 1}, "
-                    f"as there are {len(self.rollouts)} rollouts"
-                )
-            tp = self.rollouts[flip.rollout].tp
-            if flip.rank >= tp:
-                raise ValueError(
-                    f"faults.flip_bit.rank is {flip.rank}; expected 0 to {tp - 1}, as its rollout has TP {tp}"
-                )
-            if flip.version > self.workload.steps:
-                raise ValueError(
-                    f"faults.flip_bit.version is {flip.version}; expected 1 to {self.workload.steps}, "
+                    f"faults.flip_bit.version is {flip.version}; expected 1 to {steps}, "
                     "the number of workload.steps"
                 )
             if not self.values:
                 raise ValueError(
                     "faults.flip_bit needs values = true; without values there is no bit to flip"
                 )
+        if kill is not None:
+            self._require_rank("kill", kill.rollout, kill.rank)
+            if kill.step >= steps:
+                raise ValueError(
+                    f"faults.kill.step is {kill.step}; expected less than {steps}, the number of workload.steps, "
+                    "or no update is left to bring the rollout back"
+                )
+            if self.policy.on_rollout_loss != "continue":
+                raise ValueError(
+                    'faults.kill needs policy.on_rollout_loss = "continue"; with "fail" the run would end there'
+                )
+        if self.workload.kind == "rl" and not self.values:
+            raise ValueError(
+                'workload.kind = "rl" needs values = true; rollouts sample from the weights they hold'
+            )
         return self
+
+    def _require_rank(self, fault: str, rollout: int, rank: int) -> None:
+        if rollout >= len(self.rollouts):
+            raise ValueError(
+                f"faults.{fault}.rollout is {rollout}; expected 0 to {len(self.rollouts) - 1}, "
+                f"as there are {len(self.rollouts)} rollouts"
+            )
+        tp = self.rollouts[rollout].tp
+        if rank >= tp:
+            raise ValueError(
+                f"faults.{fault}.rank is {rank}; expected 0 to {tp - 1}, as its rollout has TP {tp}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The scenario as JSON-ready data, defaults written out; absent choices (None) are left out."""

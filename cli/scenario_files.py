@@ -12,6 +12,9 @@ from typing import Any
 
 from weightsync.cli.scenario import Scenario, ScenarioError, check, keys, near
 
+USED_BY = {"batch": ("train",), "lr": ("train", "rl"), "rl.": ("rl",), "tokens": ("train",)}
+"""Keys of ``[workload]`` that not every kind of workload reads; ``density`` serves the plan of each."""
+
 
 def names() -> tuple[str, ...]:
     """Names of the built-in scenarios, sorted."""
@@ -51,7 +54,10 @@ def load(name: str, overrides: Sequence[str] = ()) -> Scenario:
         raise ScenarioError(f"scenario {name!r} is not TOML: {error}") from None
     for override in overrides:
         _override(data, override)
-    return check(data, name)
+    scenario = check(data, name)
+    for override in overrides:
+        _require_used(scenario, override.partition("=")[0])
+    return scenario
 
 
 def copy(name: str, target: Path) -> Path:
@@ -69,6 +75,16 @@ def copy(name: str, target: Path) -> Path:
 
 def _folder() -> Traversable:
     return resources.files("weightsync.cli") / "scenarios"
+
+
+def _require_used(scenario: Scenario, dotted: str) -> None:
+    """Refuse an override that this run would never read; a file may hold such keys, as defaults of another kind."""
+    kinds = next((USED_BY[part] for part in sorted(USED_BY) if dotted.startswith(f"workload.{part}")), None)
+    if kinds is not None and scenario.workload.kind not in kinds:
+        raise ScenarioError(
+            f"--set: {dotted!r} does nothing with workload.kind = {scenario.workload.kind!r}; it belongs to "
+            f"{' and '.join(kinds)}, so set workload.kind too or leave it out"
+        )
 
 
 def _override(data: dict[str, Any], override: str) -> None:

@@ -197,7 +197,7 @@ def test_closing_ends_tasks_that_are_left_without_noise(caplog, recwarn):
 
 
 def test_closing_a_killed_rank_ends_its_clean_ups_and_shows_them_no_error_of_its_own():
-    """Else an ``except Exception`` takes the interpreter's complaint for a failure, and starts a clean-up of its own."""
+    """Else an ``except Exception`` takes the interpreter's complaint for a failure and starts a clean-up."""
     clock = AsyncioClock(rank_name="r")
     seen: list[str] = []
 

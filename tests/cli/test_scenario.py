@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from weightsync.cli import scenario, scenario_files
+from weightsync.cli import scenario, scenario_files, scenario_tables
 
 
 def minimal(**tables: object) -> dict[str, object]:
@@ -58,12 +58,26 @@ def test_every_problem_is_listed_not_only_the_first() -> None:
         ("faults.flip_bit={rollout = 2, rank = 0, version = 1}", "faults.flip_bit.rollout is 2"),
         ("faults.flip_bit={rollout = 1, rank = 2, version = 1}", "faults.flip_bit.rank is 2"),
         ("faults.flip_bit={rollout = 0, rank = 0, version = 9}", "faults.flip_bit.version is 9"),
+        ("faults.kill={rollout = 2, step = 1}", "faults.kill.rollout is 2"),
+        ("faults.kill={rollout = 1, step = 5}", "faults.kill.step is 5; expected less than 5"),
+        ("faults.kill={rollout = 1, step = 2}", 'needs policy.on_rollout_loss = "continue"'),
+        ("hardware=labtop", "hardware: unknown hardware profile 'labtop'; did you mean 'laptop'?"),
+        ("workload.rl.digits=2", "'workload.rl.digits' does nothing with workload.kind = 'train'"),
     ],
 )
 def test_a_wrong_override_says_what_is_wrong(override: str, words: str) -> None:
     with pytest.raises(scenario.ScenarioError) as error:
         scenario_files.load("demo", [override])
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key", ["workload.lr=1e-5", "workload.batch=2", "workload.tokens=8", "workload.rl.base=2"]
+)
+def test_an_override_that_this_workload_never_reads_is_refused(key: str) -> None:
+    with pytest.raises(scenario.ScenarioError, match=r"does nothing with workload\.kind = 'synthetic'"):
+        scenario_files.load("tiny-sync", [key])
+    scenario_files.load("demo", ["workload.kind=synthetic"])  # its file's lr stays, for the other kind
 
 
 def test_overrides_reach_every_kind_of_key() -> None:
@@ -80,7 +94,7 @@ def test_overrides_reach_every_kind_of_key() -> None:
     assert loaded.policy.receive == "stream"
     assert [rollout.tp for rollout in loaded.rollouts] == [1, 4]
     assert loaded.workload.lr == 1e-5
-    assert loaded.faults.flip_bit == scenario.FlipBit(rollout=1, rank=3, version=2)
+    assert loaded.faults.flip_bit == scenario_tables.FlipBit(rollout=1, rank=3, version=2)
 
 
 def test_naming_a_checkpoint_drops_the_shape() -> None:

@@ -1,0 +1,165 @@
+"""The tables of a scenario file: one class per table, with its keys, their defaults and the values they may have."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from weightsync.cli.model.config import DTYPES
+from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
+from weightsync.reference.model import ModelShape
+from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
+
+MIB = 1 << 20
+
+
+class Table(BaseModel):
+    """Base of all of them: no unknown key, no conversion of types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Shape(Table):
+    """Sizes of a Llama- or Qwen3-shaped model, under Hugging Face's names."""
+
+    model_type: Literal["llama", "qwen2", "qwen3"] = "qwen3"
+    vocab_size: int = Field(default=259, ge=1)
+    hidden_size: int = Field(default=128, ge=1)
+    intermediate_size: int = Field(default=384, ge=1)
+    num_hidden_layers: int = Field(default=4, ge=1)
+    num_attention_heads: int = Field(default=8, ge=1)
+    num_key_value_heads: int = Field(default=4, ge=1)
+    head_dim: int = Field(default=16, ge=1)
+    tie_word_embeddings: bool = True
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+    def model_shape(self) -> ModelShape:
+        """The same sizes as the reference has them."""
+        return ModelShape(
+            vocab=self.vocab_size,
+            hidden=self.hidden_size,
+            intermediate=self.intermediate_size,
+            layers=self.num_hidden_layers,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            tied=self.tie_word_embeddings,
+            qk_norm=self.model_type == "qwen3",
+            qkv_bias=self.model_type == "qwen2",
+            dtype=DTYPES[self.dtype],
+        )
+
+    @model_validator(mode="after")
+    def _heads(self) -> Shape:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads {self.num_key_value_heads} does not divide num_attention_heads "
+                f"{self.num_attention_heads}; every key/value head serves the same number of query heads"
+            )
+        return self
+
+
+class Model(Table):
+    """What is trained: a checkpoint folder, or a shape to fill with seeded weights.
+
+    Vocabularies are padded to a multiple of ``trainer_vocab_multiple`` times TP rows on the trainer, and of
+    ``rollout_vocab_multiple`` rows on a fused rollout.
+    """
+
+    checkpoint: str | None = None
+    shape: Shape | None = None
+    trainer_vocab_multiple: int = Field(default=TRAINER_MULTIPLE, ge=1)
+    rollout_vocab_multiple: int = Field(default=ROLLOUT_MULTIPLE, ge=1)
+
+    @model_validator(mode="after")
+    def _one(self) -> Model:
+        if self.checkpoint is not None and self.shape is not None:
+            raise ValueError("checkpoint and shape are both given; give the folder or the shape, not both")
+        return self
+
+    @property
+    def sizes(self) -> Shape | None:
+        """The shape to fill with seeded weights, or None when a checkpoint folder is named."""
+        return None if self.checkpoint is not None else self.shape or Shape()
+
+
+class TrainerTable(Table):
+    """How the trainer's ranks cut the model."""
+
+    tp: int = Field(default=2, ge=1)
+
+
+class RolloutTable(Table):
+    """How one rollout's ranks cut the model; fused means qkv_proj and gate_up_proj."""
+
+    tp: int = Field(default=1, ge=1)
+    fused: bool = False
+
+
+class Rl(Table):
+    """Reinforcement learning on a task whose answers can be checked; rollouts sample, the trainer learns.
+
+    ``lr`` of the workload holds until ``decay_from`` (a share of the steps), then falls to ``lr_last`` as a cosine.
+    """
+
+    task: Literal["reverse", "add"] = "reverse"
+    algorithm: Literal["grpo", "reinforce"] = "grpo"
+    digits: int = Field(default=3, ge=1, le=8)
+    base: int = Field(default=10, ge=2, le=10)
+    prompts: int = Field(default=16, ge=1)
+    samples: int = Field(default=8, ge=2)
+    temperature: float = Field(default=1.0, gt=0.0)
+    lr_last: float = Field(default=1e-6, gt=0.0)
+    decay_from: float = Field(default=0.5, ge=0.0, le=1.0)
+
+
+class Workload(Table):
+    """What changes between two updates.
+
+    ``train`` takes real AdamW steps on a text; ``rl`` on samples that the rollouts generate; ``synthetic`` changes
+    seeded positions, a ``density`` of all elements, at which ``plan`` estimates the other two as well.
+    """
+
+    kind: Literal["train", "rl", "synthetic"] = "train"
+    steps: int = Field(default=3, ge=1)
+    density: float = Field(default=0.03, ge=0.0, le=1.0)
+    lr: float = Field(default=1e-6, gt=0.0)
+    seed: int = Field(default=0, ge=0)
+    batch: int = Field(default=4, ge=1)
+    tokens: int = Field(default=64, ge=1)
+    rl: Rl = Rl()
+
+
+class Policy(Table):
+    """How an update is pushed, and what happens when it fails."""
+
+    receive: Literal["stage", "stream"] = "stage"
+    verify_every: int = Field(default=1, ge=0)
+    bucket_bytes: int = Field(default=4 * MIB, ge=1)
+    on_rollout_loss: Literal["fail", "continue"] = "fail"
+    update_ms: int = Field(default=60_000, ge=1)
+    lease_ms: int = Field(default=10_000, ge=1)
+
+
+class FlipBit(Table):
+    """Flip one bit of one rollout rank's weights after ``version`` was committed there."""
+
+    rollout: int = Field(ge=0)
+    rank: int = Field(ge=0)
+    version: int = Field(ge=1)
+
+
+class Kill(Table):
+    """Kill the process of one rollout rank, for real, once ``step`` updates are over; needs gloo."""
+
+    rollout: int = Field(ge=0)
+    rank: int = Field(default=0, ge=0)
+    step: int = Field(ge=1)
+
+
+class Faults(Table):
+    """Faults planted in the run, so that its checks are seen to fail and its recovery to work."""
+
+    flip_bit: FlipBit | None = None
+    kill: Kill | None = None
