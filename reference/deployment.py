@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weightsync.reference.layouts import row_maps
+from weightsync.reference.layouts import Layout, row_maps
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.megatron import trainer_layouts
 from weightsync.reference.members import RankId, RolloutRef, rollout_refs, trainer_ranks
@@ -82,7 +82,7 @@ class Deployment:
         layouts = {name: layout for name, (layout, _) in table.items()}
         found = []
         for rank in range(self.tp):
-            shapes = {name: self._empty(name, layout.shape) for name, layout in layouts.items()}
+            shapes = {name: self._empty(name, layout, rank) for name, layout in layouts.items()}
             found.append(row_maps(layouts, shapes, rank, self.tp, self.model.numbers()))
         return tuple(found)
 
@@ -141,9 +141,11 @@ class Deployment:
     def _outputs(self, row_map: RowMap, checkpoint: Mapping[str, Tensor]) -> list[Tensor]:
         return [checkpoint[self.tensors[number].name] for number in row_map.outputs]
 
-    def _empty(self, name: str, full: tuple[int, ...]) -> Tensor:
-        attributes = self.attributes[name]
-        shape = list(full)
-        if attributes.sharded:
+    def _empty(self, name: str, layout: Layout, rank: int) -> Tensor:
+        attributes, heads = self.attributes[name], layout.heads
+        shape = list(layout.shape)
+        if heads is not None and heads.declared(name, attributes, self.tp):
+            shape[heads.dim] = heads.length(rank, self.tp)
+        elif attributes.sharded:
             shape[attributes.partition_dim] //= self.tp
         return attributes.stamp(torch.empty(shape, dtype=self.model.dtype, device="meta"))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.errors import MissingTPAttributes, PlanMismatch
+from weightsync.reference.heads import HeadCut
 from weightsync.reference.params import ParamMeta, TPAttributes, read, require
 from weightsync.reference.rowmap import RowMap, export, local_tensor, rows_and_width
 from weightsync.reference.shards import Interval, segments
@@ -45,6 +46,7 @@ class Layout:
         tensor: (F,) int32, index into ``metas`` of each row; -1 for a row that never travels.
         row: (F,) int64, the row inside that tensor.
         replicated: declares that every rank holds all of it by design: missing attributes are no error.
+        heads: how the dimension that is cut is made of attention heads, where it is.
     """
 
     metas: tuple[ParamMeta, ...]
@@ -52,6 +54,7 @@ class Layout:
     tensor: Tensor
     row: Tensor
     replicated: bool = False
+    heads: HeadCut | None = None
 
     def __post_init__(self) -> None:
         first = self.metas[0]
@@ -138,13 +141,15 @@ def row_map(
 ) -> RowMap:
     """The rows that TP ``rank`` of ``world`` holds of runtime parameter ``name``, cut as its attributes say.
 
-    A parameter that is not sharded is held whole by every rank and spoken for by rank 0.
+    A parameter that is not sharded is held whole by every rank and spoken for by rank 0. One whose attributes
+    give head counts is cut by whole heads; key/value heads that several ranks hold have one speaker.
 
     ``attrs`` are the parameter's own attributes, as ``params.read`` gave them; ``numbers`` is checkpoint
     tensor name -> its number in the plan.
 
     Raises:
-        MissingTPAttributes: several ranks, no attributes, and not declared replicated.
+        MissingTPAttributes: several ranks, no attributes, and not declared replicated; or no head counts
+            where equal parts are not the cut.
         PlanMismatch: the dimension cannot be cut that way, ``numbers`` lacks a checkpoint tensor, or the
             parameter is declared replicated and marked as sharded.
     """
@@ -166,6 +171,13 @@ def row_map(
         raise MissingTPAttributes(
             f"parameter {name!r} of full shape {list(layout.shape)} is tensor-parallel with partition_dim "
             f"{dim}, expected 0 to {len(layout.shape) - 1}; carry the attributes from the live parameter"
+        )
+    if layout.heads is not None and layout.heads.declared(name, attrs, world):
+        return cut(layout, name, numbers, dim=dim, held=layout.heads.held(rank, world))
+    if layout.heads is None and "num_query_groups" in attrs.values:
+        raise PlanMismatch(
+            f"parameter {name!r} carries num_query_groups, but its layout knows no heads; correct the layout "
+            "table or the attributes"
         )
     try:
         held = segments(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from weightsync.reference.heads import HeadCut
 from weightsync.reference.layouts import Layout, RowMap, gate_up, plain, qkv, row_map, vocab
 from weightsync.reference.model import ModelShape, padded_vocab
 from weightsync.reference.params import TPAttributes
@@ -16,7 +19,9 @@ def trainer_layouts(
     """Runtime name -> layout and attributes of every parameter, as Megatron with Transformer Engine has them.
 
     Equal on all TP ranks. Norms have no ``tensor_model_parallel`` attribute and are declared replicated.
-    A tied model has no ``output_layer.weight``.
+    A tied model has no ``output_layer.weight``. Where Megatron itself cannot cut the heads for ``tp`` ranks, they
+    are cut as ``heads.head_share`` says, and the parameters carry ``num_attention_heads`` and
+    ``num_query_groups`` beside Megatron's attributes.
     """
     padded = padded_vocab(model.vocab, vocab_multiple * tp)
     norm = TPAttributes({"sequence_parallel": tp > 1})
@@ -33,10 +38,10 @@ def trainer_layouts(
         gate, up, down = model.mlp(layer)
         table[f"{attention}.linear_qkv.layer_norm_weight"] = (before_attention, norm)
         for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-            table[f"{attention}.linear_qkv.{kind}"] = (_attention(model, layer, kind), _attention_cut(model))
+            table[f"{attention}.linear_qkv.{kind}"] = _attention(model, layer, kind, tp)
         for which, meta in zip("qk", model.head_norms(layer), strict=False):
             table[f"{attention}.{which}_layernorm.weight"] = (plain(meta, replicated=True), norm)
-        table[f"{attention}.linear_proj.weight"] = (plain(model.attention_out(layer)), _cut(1))
+        table[f"{attention}.linear_proj.weight"] = _attention_out(model, layer, tp)
         table[f"{mlp}.linear_fc1.layer_norm_weight"] = (before_mlp, norm)
         table[f"{mlp}.linear_fc1.weight"] = (gate_up(gate, up), _cut(0, partition_stride=2))
         table[f"{mlp}.linear_fc2.weight"] = (plain(down), _cut(1))
@@ -70,14 +75,22 @@ def trainer_attributes(model: ModelShape, tp: int) -> dict[str, TPAttributes]:
     return {name: attributes for name, (_, attributes) in trainer_layouts(model, tp).items()}
 
 
-def _attention(model: ModelShape, layer: int, kind: str) -> Layout:
+def _attention(model: ModelShape, layer: int, kind: str, tp: int) -> tuple[Layout, TPAttributes]:
+    """Per key/value head of a rank: the rank's query heads of that group, the key, the value."""
     q, k, v = model.attention(layer, kind)
-    return qkv(q, k, v, heads=model.heads, groups=model.kv_heads, head_dim=model.head_dim)
-
-
-def _attention_cut(model: ModelShape) -> TPAttributes:
+    layout = qkv(q, k, v, heads=model.heads, groups=model.kv_heads, head_dim=model.head_dim)
+    cut = HeadCut.of(model, "grouped")
+    counts = cut.attributes(tp)
     query_rows = model.heads // model.kv_heads * model.head_dim
-    return _cut(0, is_qkv=True, qkv_split_shapes=[query_rows, model.head_dim, model.head_dim])
+    # Uneven groups have no common split, so nothing is said about one.
+    split = {} if counts else {"qkv_split_shapes": [query_rows, model.head_dim, model.head_dim]}
+    return replace(layout, heads=cut), _cut(0, is_qkv=True, **split, **counts)
+
+
+def _attention_out(model: ModelShape, layer: int, tp: int) -> tuple[Layout, TPAttributes]:
+    """The columns of a rank are those of its query heads."""
+    cut = HeadCut.of(model, "query", dim=1)
+    return replace(plain(model.attention_out(layer)), heads=cut), _cut(1, **cut.attributes(tp))
 
 
 def _cut(dim: int, *, partition_stride: int = 1, **others: object) -> TPAttributes:

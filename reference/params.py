@@ -34,8 +34,13 @@ TP_ATTRIBUTES = (
     "qkv_split_shapes",
     "is_embedding_or_output_parameter",
     "is_embedding_parameter",
+    "num_attention_heads",
+    "num_query_groups",
 )
-"""Every attribute name that a copy carries, letter for letter Megatron's and Transformer Engine's."""
+"""Every attribute name that a copy carries, letter for letter Megatron's and Transformer Engine's.
+
+The last two are ours, named after Megatron's settings: heads that do not divide are cut by these counts.
+"""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = object()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from weightsync.reference.errors import PlanMismatch
-from weightsync.reference.layouts import RowMap, concat, cut, gate_up, plain, row_map, vocab
+from weightsync.reference.heads import HeadCut, HeadOrder
+from weightsync.reference.layouts import Layout, RowMap, concat, cut, gate_up, plain, row_map, vocab
 from weightsync.reference.model import ModelShape, padded_vocab, prefix
 from weightsync.reference.params import ParamMeta, TPAttributes
-from weightsync.reference.shards import Interval
 
 VOCAB_MULTIPLE = 64
 """vLLM and SGLang pad the vocabulary to this many rows, whatever the TP size."""
@@ -22,11 +21,12 @@ def rollout_maps(
         tp_rank: which rank.
         tp: ranks of one rollout.
         fused: True for the names and layouts of vLLM and SGLang (``qkv_proj`` = [q_r; k_r; v_r],
-            ``gate_up_proj`` = [gate_r; up_r], padded vocabulary); False for the checkpoint's own.
+            ``gate_up_proj`` = [gate_r; up_r], padded vocabulary); False for the checkpoint's own. Heads are
+            cut as ``heads.head_share`` says.
         vocab_multiple: rows that the padded vocabulary is a multiple of, with ``fused``.
 
     Raises:
-        PlanMismatch: the heads or the MLP cannot be cut in ``tp`` parts.
+        PlanMismatch: more ranks than query heads, or the MLP cannot be cut in ``tp`` parts.
     """
     rank = _Rank(model, tp_rank, tp, padded_vocab(model.vocab, vocab_multiple) if fused else model.vocab)
     rank.vocabulary(model.embedding)
@@ -36,7 +36,7 @@ def rollout_maps(
             rank.replicated(meta)
         for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
             rank.attention(f"{prefix(layer)}.self_attn.qkv_proj.{kind}", model.attention(layer, kind), fused)
-        rank.row_parallel(model.attention_out(layer))
+        rank.attention_out(model.attention_out(layer))
         if fused:
             rank.merged(f"{prefix(layer)}.mlp.gate_up_proj.weight", gate, up)
         else:
@@ -54,33 +54,10 @@ def rollout_aliases(model: ModelShape) -> dict[str, str]:
     return {model.head.name: model.embedding.name} if model.tied else {}
 
 
-def head_cut(heads: int, head_dim: int, rank: int, world: int) -> tuple[Interval, bool]:
-    """The rows of whole heads that ``rank`` of ``world`` holds, and whether it speaks for them.
-
-    With fewer heads than ranks each head is held by ``world // heads`` neighbours, and the first one speaks.
-
-    Raises:
-        PlanMismatch: neither count divides the other.
-    """
-    if heads % world and world % heads:
-        raise PlanMismatch(
-            f"{heads} heads cannot be cut for {world} rollout ranks, expected one count to divide the other; "
-            "choose another tensor-parallel size"
-        )
-    each, replicas = max(heads // world, 1), max(world // heads, 1)
-    first = rank // replicas * each
-    return (first * head_dim, (first + each) * head_dim), rank % replicas == 0
-
-
 class _Rank:
     """The maps of one rollout rank while they are collected."""
 
     def __init__(self, model: ModelShape, rank: int, tp: int, padded: int) -> None:
-        if model.heads % tp:
-            raise PlanMismatch(
-                f"{model.heads} query heads cannot be cut for {tp} rollout ranks, expected a divisor; "
-                "choose another tensor-parallel size"
-            )
         self.maps: dict[str, RowMap] = {}
         self._model, self._rank, self._tp, self._padded = model, rank, tp, padded
         self._numbers = model.numbers()
@@ -104,18 +81,20 @@ class _Rank:
 
     def attention(self, name: str, parts: tuple[ParamMeta, ParamMeta, ParamMeta], fused: bool) -> None:
         """q, k and v, each cut by its own heads: stacked under ``name``, or under their own names."""
-        counts = (self._model.heads, self._model.kv_heads, self._model.kv_heads)
-        held = [head_cut(heads, self._model.head_dim, self._rank, self._tp) for heads in counts]
-        if not fused:
-            for meta, one in zip(parts, held, strict=True):
-                self.maps[meta.name] = cut(plain(meta), meta.name, self._numbers, dim=0, held=[one])
+        if fused:
+            self._by_heads(name, concat(*parts), "stacked")
             return
-        starts = (0, parts[0].shape[0], parts[0].shape[0] + parts[1].shape[0])
-        shifted = [
-            ((begin + start, end + start), speaks)
-            for start, ((begin, end), speaks) in zip(starts, held, strict=True)
-        ]
-        self.maps[name] = cut(concat(*parts), name, self._numbers, dim=0, held=shifted)
+        orders: tuple[HeadOrder, ...] = ("query", "kv", "kv")
+        for meta, order in zip(parts, orders, strict=True):
+            self._by_heads(meta.name, plain(meta), order)
+
+    def attention_out(self, meta: ParamMeta) -> None:
+        """The columns of the query heads that the rank holds."""
+        self._by_heads(meta.name, plain(meta), "query", dim=1)
+
+    def _by_heads(self, name: str, layout: Layout, order: HeadOrder, dim: int = 0) -> None:
+        held = HeadCut.of(self._model, order, dim).held(self._rank, self._tp)
+        self.maps[name] = cut(layout, name, self._numbers, dim=dim, held=held)
 
 
 def _cut(dim: int, stride: int = 1) -> TPAttributes:

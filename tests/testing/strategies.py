@@ -15,6 +15,7 @@ from hypothesis import event
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.model import ModelShape
 from weightsync.reference.params import TP_ATTRIBUTES, ParamMeta, TPAttributes, int_view
 from weightsync.reference.shards import split
@@ -35,6 +36,8 @@ _ATTRIBUTE_VALUES: dict[str, st.SearchStrategy[object]] = {
     "partition_sizes": st.lists(st.integers(0, 4), max_size=3),
     "parallel_mode": st.sampled_from(["column", "row", "duplicated", None]),
     "qkv_split_shapes": st.none() | st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    "num_attention_heads": st.integers(1, 9),
+    "num_query_groups": st.integers(1, 3),
 }
 
 
@@ -205,21 +208,18 @@ def model_shapes(
 ) -> ModelShape:
     """Small decoders that every TP size in ``tp`` can cut, on trainer and rollout alike.
 
-    Among them: fewer key/value heads than ranks, tied and untied heads, biases, norms on heads.
+    Among them: heads that no TP size divides, fewer key/value heads than ranks, tied and untied heads, biases,
+    norms on heads.
     """
-    whole = math.lcm(*tp)
-    heads = whole * draw(st.integers(1, 2))
-    fitting = [
-        count
-        for count in range(1, heads + 1)
-        if heads % count == 0 and all(count % size == 0 or size % count == 0 for size in tp)
-    ]
-    kv_heads = draw(st.sampled_from(fitting))
-    event("kv heads: " + ("replicated" if kv_heads < max(tp) else "cut"))
+    kv_heads, widest = draw(st.integers(1, 4)), max(tp)
+    fewest = -(-widest // kv_heads)
+    heads = kv_heads * draw(st.integers(fewest, fewest + 2))
+    even = all(heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0) for size in tp)
+    event("heads: " + ("uneven" if not even else "replicated" if kv_heads < widest else "cut"))
     return ModelShape(
         vocab=draw(st.integers(1, 12)),
         hidden=draw(st.integers(1, 5)),
-        intermediate=whole * draw(st.integers(1, 3)),
+        intermediate=math.lcm(*tp) * draw(st.integers(1, 3)),
         layers=draw(st.integers(1, 2)),
         heads=heads,
         kv_heads=kv_heads,
@@ -229,6 +229,18 @@ def model_shapes(
         qkv_bias=draw(st.booleans()),
         dtype=dtype,
     )
+
+
+@st.composite
+def deployments(draw: st.DrawFn, *, max_tp: int = 3, dtype: torch.dtype = torch.bfloat16) -> Deployment:
+    """A small decoder on a trainer of 1 to ``max_tp`` ranks and on one or two rollouts, fused or not."""
+    sizes = st.integers(1, max_tp)
+    tp = draw(sizes)
+    layouts = draw(st.lists(st.builds(RolloutLayout, sizes, st.booleans()), min_size=1, max_size=2))
+    model = draw(model_shapes(tp=(tp, *(layout.tp for layout in layouts)), dtype=dtype))
+    event(f"trainer ranks: {tp}")
+    bucket_bytes = draw(st.sampled_from([200, 1000, 1 << 20]))
+    return Deployment(model, tp, tuple(layouts), bucket_bytes, trainer_multiple=2, rollout_multiple=4)
 
 
 @st.composite
