@@ -21,7 +21,7 @@ from weightsync.reference.params import int_view
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.testing.faults import tiny_deployment
 from weightsync.testing.scenario import RunResult, run_scenario
-from weightsync.testing.strategies import model_shapes
+from weightsync.testing.strategies import deployments
 from weightsync.testing.worlds import world_names, world_of
 
 UNTIED = ModelShape(
@@ -31,12 +31,16 @@ NORMED = ModelShape(
     vocab=11, hidden=6, intermediate=4, layers=1, heads=2, kv_heads=2, head_dim=4, qk_norm=True,
     dtype=torch.float8_e4m3fn,
 )  # fmt: skip
+NINE_TO_THREE = ModelShape(vocab=6, hidden=3, intermediate=6, layers=1, heads=9, kv_heads=3, head_dim=2)
 DEPLOYMENTS: Mapping[str, Deployment] = {
     "tiny-fault": tiny_deployment(),
     "from one rank to two and one": Deployment(
         UNTIED, 1, (RolloutLayout(2, True), RolloutLayout(1, False)), 256, 2, 4
     ),
     "float8, from two ranks to two": Deployment(NORMED, 2, (RolloutLayout(2, False),), 192, 4, 8),
+    "nine query and three key heads, two ranks to two": Deployment(
+        NINE_TO_THREE, 2, (RolloutLayout(2, True), RolloutLayout(1, False)), 256, 3, 4
+    ),
 }
 RECEIVE = pytest.mark.parametrize("receive", ["stage", "stream"])
 
@@ -107,16 +111,13 @@ def test_a_run_is_the_same_on_every_backend(here: str, deployment: str, receive:
 
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
-    model=model_shapes(tp=(1, 2)),
-    tp=st.sampled_from([1, 2]),
+    deployment=deployments(max_tp=2),
     densities=st.lists(st.sampled_from([0.0, 0.05, 0.5, 1.0]), min_size=1, max_size=3),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_model_arrives_bit_for_bit(
-    here: str, model: ModelShape, tp: int, densities: list[float], seed: int
+    here: str, deployment: Deployment, densities: list[float], seed: int
 ) -> None:
-    layouts = (RolloutLayout(2, True), RolloutLayout(1, False))
-    deployment = Deployment(model, tp, layouts, 256, 2, 4)
     found = run_scenario(here, deployment, densities=densities, seed=seed)
     assert found.problems() == []
     for outcome in found.updates:

@@ -90,18 +90,27 @@ def test_every_rank_takes_the_same_steps_and_padding_rows_change(kind: str, tmp_
     assert bool((padding != 0).any())
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "worlds"), [(4, 2, (1, 2)), (9, 3, (1, 2, 3))])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
-def test_cutting_the_model_changes_no_bit(kind: str, tmp_path: Path) -> None:
+def test_cutting_the_model_changes_no_bit(
+    kind: str, heads: int, kv_heads: int, worlds: tuple[int, ...], tmp_path: Path
+) -> None:
     config = replace(config_of(kind, tied=kind != "llama", dtype=torch.bfloat16), rope_scaling=None)
-    unpadded = replace(config, shape=replace(config.shape, vocab=512))
+    unpadded = replace(
+        config, shape=replace(config.shape, vocab=256 * worlds[-1], heads=heads, kv_heads=kv_heads)
+    )
     folder = make_checkpoint(tmp_path, unpadded, seed=0)
     exports = []
-    for world in (1, 2):
+    for world in worlds:
         trainer = trainer_of(folder, 0, world, lr=1e-3, batch=2, tokens=16)
         losses = [trainer.step() for _ in range(3)]
         exports.append((losses, trainer.export()))
-    assert exports[0][0] == exports[1][0]
-    assert all(same_bits(exports[0][1][name], exports[1][1][name]) for name in exports[0][1])
+        for rank, params in enumerate(trainer.model.params):  # replicas took the steps of who speaks for them
+            told = trainer.model.deployment.shards(rank, exports[-1][1])
+            assert all(same_bits(params[name], told[name]) for name in params)
+    for one in exports[1:]:
+        assert one[0] == exports[0][0]
+        assert all(same_bits(one[1][name], tensor) for name, tensor in exports[0][1].items())
 
 
 def test_a_deployment_of_another_model_is_refused(folder: Path) -> None:

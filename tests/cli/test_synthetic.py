@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,6 +49,27 @@ def test_ranks_in_different_processes_and_different_cuts_agree() -> None:
         assert same_bits(exports[0][name], exports[2][name])
     norm = "decoder.final_layernorm.weight"
     assert same_bits(trainers[1].model.params[0][norm].detach(), trainers[1].model.params[1][norm].detach())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "world", "replicas"), [(9, 3, 2, 1), (9, 3, 3, 0), (4, 1, 3, 2), (6, 3, 2, 1)]
+)
+def test_replicated_key_value_heads_stay_equal_on_all_ranks(
+    heads: int, kv_heads: int, world: int, replicas: int
+) -> None:
+    cut = Deployment(replace(SHAPE, heads=heads, kv_heads=kv_heads), world, (RolloutLayout(1, False),), 4096)
+    fused = "decoder.layers.0.self_attention.linear_qkv.weight"
+    keys = sum(maps[fused].elements(1) for maps in cut.trainer_maps)
+    assert keys == (kv_heads + replicas) * SHAPE.head_dim * SHAPE.hidden
+    trainer = SyntheticTrainer(cut, 0, density=0.5, seed=4)
+    for _ in range(2):
+        trainer.step()
+        whole = trainer.export()
+        for rank in range(world):
+            for name, told in cut.shards(rank, whole).items():
+                held, real = trainer.model.params[rank][name], cut.trainer_maps[rank][name].tensor >= 0
+                rows = [int_view(one).view(len(real), -1)[real] for one in (held, told)]
+                assert torch.equal(*rows), f"{name} on rank {rank}"
 
 
 def test_padding_rows_change_and_are_not_in_the_export() -> None:

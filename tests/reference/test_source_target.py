@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.reference.deployment import Deployment, RolloutLayout
+from weightsync.reference.deployment import Deployment
 from weightsync.reference.digest import combine, state_digest
 from weightsync.reference.params import int_view, same_bits
 from weightsync.reference.source import Source
 from weightsync.reference.steps import run
 from weightsync.reference.target import Target
 from weightsync.testing.byhand import admit, deliver, make_update
-from weightsync.testing.strategies import checkpoints, model_shapes
+from weightsync.testing.strategies import checkpoints, deployments
 from weightsync.testing.twosides import TwoSides, cut_map, flips, two_sides
 
 
@@ -152,19 +152,15 @@ def test_applying_a_bucket_again_is_harmless(data: st.DataObject) -> None:
         assert all(torch.equal(after[name], old) for name, old in bits.items())
 
 
-LAYOUTS = (RolloutLayout(1, False), RolloutLayout(2, True), RolloutLayout(2, False), RolloutLayout(1, True))
-
-
-@settings(max_examples=15)
-@given(data=st.data(), tp=st.sampled_from([1, 2]), bucket_bytes=st.sampled_from([200, 1000, 1 << 20]))
+@settings(max_examples=25)
+@given(data=st.data(), deployment=deployments())
 def test_megatron_shards_reach_fused_and_unfused_rollouts(
-    data: st.DataObject, tp: int, bucket_bytes: int
+    data: st.DataObject, deployment: Deployment
 ) -> None:
-    model = data.draw(model_shapes())
-    deployment = Deployment(model, tp, LAYOUTS, bucket_bytes, trainer_multiple=4, rollout_multiple=4)
-    plan = deployment.plan
+    """Whatever the heads: cut, replicated, or divided by no TP size."""
+    model, plan = deployment.model, deployment.plan
     states = [data.draw(checkpoints(model=model)) for _ in range(2)]
-    live = [deployment.shards(rank, states[0]) for rank in range(tp)]
+    live = [deployment.shards(rank, states[0]) for rank in range(deployment.tp)]
     sources = [Source(plan, rank, params) for rank, params in enumerate(live)]
     updates = [make_update(plan, sources, slot=0, version=1)]
     some = data.draw(st.sampled_from([0.0, 0.1, 1.0]))
@@ -176,6 +172,10 @@ def test_megatron_shards_reach_fused_and_unfused_rollouts(
         for name, shard in deployment.shards(rank, states[1]).items():
             params[name].data.copy_(shard)
     updates.append(make_update(plan, sources, slot=1, base_slot=0, version=2, base=1))
+    assert updates[1].counts is not None
+    assert plan.tensor_counts(updates[1].counts) == tuple(  # a replica's change travels once
+        int((int_view(states[1][meta.name]) != int_view(states[0][meta.name])).sum()) for meta in plan.tensors
+    )
     for rollout in deployment.rollouts:
         targets = [
             Target(plan.tensors, deployment.rollout_maps(rank), deployment.blank(rank), deployment.aliases())
