@@ -150,22 +150,19 @@ def _routes(layout: Deployment, every: list[tuple[int, ...] | None], broadcast: 
     rollouts = tuple(str(rank) for ref in layout.rollouts for rank in ref.ranks)
     routes = [Route("data", "broadcasts to", lead, rollouts, broadcast)]
     if others:
-        gathered = sum(_gathered(layout.plan, counts)[0] for counts in every)
+        gathered = sum(sum(sizes[1:]) for counts in every for sizes in _parts(layout.plan, counts))
         routes.insert(0, Route("trainer", "gathers from", lead, tuple(others), gathered))
     return tuple(routes)
 
 
-def _gathered(plan: TransferPlan, counts: tuple[int, ...] | None) -> tuple[int, int]:
-    """Bytes that come from other trainer ranks in one update, and the most that one gather brings together.
+def _parts(plan: TransferPlan, counts: tuple[int, ...] | None) -> list[list[int]]:
+    """Per gather of one update, the bytes that each trainer rank brings.
 
     Of a delta's elements each rank is taken to hold its share of the rows.
     """
-    received, largest = 0, 0
-    for group in plan.groups(counts):
-        sizes = [plan.part_bytes(group, rank, _share(plan, rank, counts)) for rank in range(len(plan.maps))]
-        received += sum(sizes[1:])
-        largest = max(largest, sum(sizes))
-    return received, largest
+    ranks = range(len(plan.maps))
+    shares = [_share(plan, rank, counts) for rank in ranks]
+    return [[plan.part_bytes(group, rank, shares[rank]) for rank in ranks] for group in plan.groups(counts)]
 
 
 def _share(plan: TransferPlan, rank: int, counts: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -185,17 +182,18 @@ def _memory(
 ) -> tuple[Memory, ...]:
     plan = layout.plan
     bucket = max(one.nbytes for counts in every for group in plan.groups(counts) for one in group.buckets)
-    gathered = max(_gathered(plan, counts)[1] for counts in every)
+    gathers = [sizes for counts in every for sizes in _parts(plan, counts)]
     staged = max(update.nbytes for update in updates) if scenario.policy.receive == "stage" else bucket
+    model = sum(meta.nbytes for meta in plan.tensors)
     most = max((update.changed for update in updates if update.kind == "delta"), default=0)
     found = []
     for rank in layout.trainers:
         held = sum(map(parts.local_bytes, layout.trainer_maps[rank.rank].values()))
-        part = gathered + bucket if rank.rank == 0 else -(-gathered // len(layout.trainers))
+        part = max(map(sum, gathers)) + bucket if rank.rank == 0 else max(size[rank.rank] for size in gathers)
         found.append(Memory(str(rank), held, snapshots=2 * held, buckets=part))
     for ref in layout.rollouts:
         for rank in ref.ranks:
             held = sum(map(parts.local_bytes, layout.rollout_maps(rank).values()))
-            undo = -(-most * (8 + layout.model.dtype.itemsize) // len(ref.ranks))
+            undo = -(-most * (8 + layout.model.dtype.itemsize) * min(held, model) // model)
             found.append(Memory(str(rank), held, staged=staged, undo=undo))
     return tuple(found)

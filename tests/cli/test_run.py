@@ -26,6 +26,8 @@ from weightsync.reference.protocol import Outcome
 from weightsync.reference.trace import Span, Trace
 
 OWN = {"total", "paused", "exposed"}
+NINE_TO_THREE = ("model.shape.num_attention_heads=9", "model.shape.num_key_value_heads=3")
+"""Query and key/value heads that two ranks cannot divide."""
 
 
 def made(*overrides: str, backend: str = "sim", seed: int | None = None) -> tuple[results.Result, RunRecord]:
@@ -79,7 +81,9 @@ def test_a_checkpoint_stands_in_a_result_by_its_name(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(result)
 
 
-@pytest.mark.parametrize("overrides", [(), ("workload.density=0.0",), ("policy.receive=stream",)], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [(), ("workload.density=0.0",), ("policy.receive=stream",), NINE_TO_THREE], ids=str
+)
 @pytest.mark.parametrize("seed", [0, 5])
 def test_planned_bytes_are_the_bytes_sent(overrides: tuple[str, ...], seed: int) -> None:
     dry = dry_run(load("tiny-sync", overrides), seed)
@@ -97,8 +101,21 @@ def test_training_makes_the_plan_an_estimate_that_says_so() -> None:
     assert "workload.density = 3 %" in dry.note
 
 
-def test_without_values_the_verbs_bytes_and_messages_are_those_of_a_run_with_values() -> None:
-    (real, _), (counted, record) = made(), made("values=false")
+def test_a_plan_gives_each_rank_the_memory_of_the_heads_it_holds() -> None:
+    memory = {one.rank: one for one in dry_run(load("tiny-sync", NINE_TO_THREE)).memory}
+    head = 2 * 2 * 2  # bytes: head_dim * hidden * itemsize
+    # Five heads and four; q and o have one row or column per query head, k and v two heads on either rank.
+    for side in ("trainer", "rollout1"):
+        assert memory[f"{side}.0"].weights - memory[f"{side}.1"].weights == 2 * head
+    assert memory["rollout1.0"].undo > memory["rollout1.1"].undo
+    assert memory["trainer.1"].buckets < memory["trainer.0"].buckets
+
+
+@pytest.mark.parametrize("overrides", [(), NINE_TO_THREE], ids=str)
+def test_without_values_the_verbs_bytes_and_messages_are_those_of_a_run_with_values(
+    overrides: tuple[str, ...],
+) -> None:
+    (real, _), (counted, record) = made(*overrides), made(*overrides, "values=false")
     assert real["verbs"] == counted["verbs"]
     keys = ("kind", "changed", "full_bytes", "delta_bytes", "committed")
     assert [[u[k] for k in keys] for u in real["updates"]] == [
@@ -108,8 +125,9 @@ def test_without_values_the_verbs_bytes_and_messages_are_those_of_a_run_with_val
     assert "no bytes were compared" in counted["verdict"]["text"]
 
 
-def test_inprocess_shows_the_verbs_of_sim() -> None:
-    (sim, _), (inprocess, _) = made(), made(backend="inprocess")
+@pytest.mark.parametrize("overrides", [(), NINE_TO_THREE], ids=str)
+def test_inprocess_shows_the_verbs_of_sim(overrides: tuple[str, ...]) -> None:
+    (sim, _), (inprocess, _) = made(*overrides), made(*overrides, backend="inprocess")
     assert inprocess["verdict"]["ok"]
     assert inprocess["verbs"] == sim["verbs"]
     assert [u["digests"] for u in inprocess["updates"]] == [u["digests"] for u in sim["updates"]]
