@@ -186,16 +186,23 @@ class Processes:
 
 def collect(errand: Errand, ranks: Sequence[RankId]) -> RunRecord:
     """The record of a run from the files that its ranks left, in rank order."""
-    trace, records = Trace(), {}
+    trace, job, records = Trace(), Trace(), {}
     for rank in sorted(ranks, key=lambda one: (one.role != "trainer", one)):
         record = RankRecord.of(json.loads(errand.record_file(rank).read_text(encoding="utf-8")))
         trace.extend(record.spans)
+        job.extend(record.job)
         records[rank] = record
     trainers = [record for rank, record in records.items() if rank.role == "trainer"]
     processes = len(deployment(errand.scenario).ranks)
     conditions = f"gloo, {processes} processes on {os.cpu_count()} CPUs"
     return RunRecord(
-        "gloo", errand.scenario.workload.seed, trace, trainers, trainers[0].audits, conditions=conditions
+        "gloo",
+        errand.scenario.workload.seed,
+        trace,
+        trainers,
+        trainers[0].audits,
+        conditions=conditions,
+        job=job,
     )
 
 

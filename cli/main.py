@@ -32,6 +32,16 @@ from weightsync.sim.hardware import ProfileError
 USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError)
 """Errors of what was asked for, which end with code 2; a run that fails ends with code 1."""
 
+PRETRAINED = (
+    "workload.steps=8",
+    "workload.lr=5e-6",
+    "workload.rl.base=10",
+    "workload.rl.lr_last=1e-6",
+    "workload.rl.prompts=8",
+    "workload.rl.samples=4",
+)
+"""What ``demo --rl`` changes for a checkpoint: a fine-tuning step size, and less of everything, since it is larger."""
+
 app = typer.Typer(
     help="Weight updates from a sharded trainer to sharded rollouts, to the bit.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None,
@@ -64,6 +74,9 @@ def main(
 
 @app.command()
 def demo(
+    rl: Annotated[
+        bool, typer.Option("--rl", help="Learn by reinforcement from what the rollouts sample (tiny-hybrid).")
+    ] = False,
     checkpoint: Annotated[
         Path | None, typer.Option(help="A Hugging Face safetensors folder; by default a small one is made.")
     ] = None,
@@ -75,12 +88,12 @@ def demo(
     """Train a small model and push it to two rollouts after each step: over gloo for real, then on the model."""
     console = Console()
     with sentences():
-        overrides = list(sets or [])
+        overrides = []
         if checkpoint is not None:
-            overrides.insert(0, f"model.checkpoint={json.dumps(str(checkpoint))}")
+            overrides = [f"model.checkpoint={json.dumps(str(checkpoint))}", *(PRETRAINED if rl else ())]
         if steps is not None:
-            overrides.insert(0, f"workload.steps={steps}")
-        scenario = scenario_files.load("demo", overrides)
+            overrides.append(f"workload.steps={steps}")
+        scenario = scenario_files.load("tiny-hybrid" if rl else "demo", [*overrides, *(sets or [])])
         runs = _run_all(console, scenario, ("gloo", "sim"), seed, out)
         if runs is None:
             return

@@ -6,6 +6,7 @@ import math
 
 from weightsync.cli.model.synthetic import SyntheticWorkload
 from weightsync.cli.record import RankRecord
+from weightsync.cli.rl.engine import TokenTurns
 from weightsync.cli.scenario import Scenario
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.members import RankId
@@ -13,6 +14,7 @@ from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.seams import Engine
 from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
 
@@ -38,6 +40,11 @@ class IdleEngine:
     async def resume(self) -> None:
         """Go on."""
         self.generating = True
+
+
+def make_engine(scenario: Scenario) -> Engine:
+    """The engine of a rollout's leader: one that generates, if the workload has anything to generate."""
+    return TokenTurns() if scenario.workload.kind == "rl" else IdleEngine()
 
 
 def settings(scenario: Scenario) -> ProtocolSettings:

@@ -8,28 +8,38 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from weightsync.backends.asyncio_clock import AsyncioClock
 from weightsync.backends.gloo import GlooWorld
+from weightsync.backends.store import client_of
 from weightsync.cli import parts, verify
 from weightsync.cli.desk import Desk
 from weightsync.cli.record import RankRecord
+from weightsync.cli.rl.engine import TokenTurns
+from weightsync.cli.rl.learner import Learner
+from weightsync.cli.rl.parallel import TensorParallel
+from weightsync.cli.rl.requests import GENERATE, LeadSamples, PeerSamples
+from weightsync.cli.rl.rollout import SamplingRank
+from weightsync.cli.rl.trainer import RlTrainer
 from weightsync.cli.scenario import Scenario
-from weightsync.cli.workload import deployment, make_trainer
+from weightsync.cli.workload import WorkloadTrainer, deployment, make_trainer
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.rank import Verbs
+from weightsync.reference.rollout import Rollout
+from weightsync.reference.seams import Engine
 from weightsync.reference.source import Source
 from weightsync.reference.target import Target
-from weightsync.reference.trace import Trace
+from weightsync.reference.trace import Span, Trace
 
 PREFIX = "weightsync"
 """Of every key on a store that serves one run only."""
@@ -78,6 +88,7 @@ class RankRun:
         self.trace = Trace()
         self.record = RankRecord(spans=self.trace.spans)
         self.desk = Desk(world.store, world.prefix, str(me))
+        self.engine: Engine | None = None
 
     def run(self) -> None:
         """Take part to the end, and leave the record."""
@@ -102,8 +113,19 @@ class RankRun:
 
     def _verbs(self, clock: AsyncioClock) -> Verbs:
         leads = self.me.role == "rollout" and self.me.rank == 0
-        engine = parts.IdleEngine() if leads else None
-        return self.world.verbs(self.me, self.local(), engine=engine, trace=self.trace, clock=clock)
+        self.engine = parts.make_engine(self.scenario) if leads else None
+        return self.world.verbs(self.me, self.local(), engine=self.engine, trace=self.trace, clock=clock)
+
+    @contextmanager
+    def job_span(self, what: str, update: int) -> Iterator[None]:
+        """Record what goes on inside as a span of the job."""
+        start, ok = time.monotonic_ns(), False
+        try:
+            yield
+            ok = True
+        finally:
+            span = Span(str(self.me), what, what, start, time.monotonic_ns(), update=update, ok=ok)
+            self.record.job.append(span)
 
 
 class TrainerRun(RankRun):
@@ -122,8 +144,10 @@ class TrainerRun(RankRun):
     ) -> None:
         super().__init__(me, world, errand)
         self.progress = progress
-        self.trainer = make_trainer(self.scenario, me.rank, errand.checkpoint)
         self.peers = self.deployment.trainers[1:]
+        self.epoch = 0
+        self.samples: LeadSamples | PeerSamples | None = None
+        self.trainer = self._make_trainer()
 
     def local(self) -> Source:
         """The shards of this rank."""
@@ -143,14 +167,35 @@ class TrainerRun(RankRun):
             self.desk.tell([self.lead], "ready")
         try:
             for done in range(self.scenario.workload.steps):
-                self.trainer.step()
+                await asyncio.to_thread(self._step, done + 1)
                 await asyncio.to_thread(self._meet)
                 await parts.push(half, self.record)
+                self.epoch = half.epoch
+                await asyncio.to_thread(self._audit, self.record.outcomes[-1])
                 if self.me == self.lead:
-                    await asyncio.to_thread(self._audit, self.record.outcomes[-1])
                     self.progress(done + 1)
         finally:
             await half.close()
+
+    def _make_trainer(self) -> WorkloadTrainer:
+        work, folder, layout = self.scenario.workload, self.errand.checkpoint, self.deployment
+        if work.kind != "rl" or folder is None:
+            return make_trainer(self.scenario, self.me.rank, folder)
+        store = client_of(self.world.store)
+        tp = TensorParallel.over_gloo(store, f"{self.world.prefix}/tp/trainer", self.me.rank, layout.tp)
+        learner = Learner(folder, self.me.rank, layout, work, tp)
+        if self.me == self.lead:
+            tokens = learner.task.answer_tokens
+            self.samples = LeadSamples(self.desk, layout, work.rl.samples, tokens, lambda: self.epoch)
+        else:
+            self.samples = PeerSamples(self.desk)
+        return RlTrainer(learner, self.samples)
+
+    def _step(self, number: int) -> None:
+        self.trainer.collect()
+        with self.job_span("train", number):
+            said = self.trainer.step()
+        self.record.curve.append({"step": number, **said})
 
     def _meet(self) -> None:
         if self.me == self.lead:
@@ -163,8 +208,13 @@ class TrainerRun(RankRun):
     def _audit(self, outcome: Outcome) -> None:
         if not outcome.committed or outcome.version is None:
             return
+        export = self.trainer.export()
+        if self.me != self.lead or export is None:
+            return
+        if isinstance(self.samples, LeadSamples):
+            self.samples.committed(outcome.members)
         file = self.errand.export_file(outcome.version)
-        save_file(self.trainer.export(), file)
+        save_file(export, file)
         members = [
             rank for number in sorted(outcome.members) for rank in self.deployment.rollouts[number].ranks
         ]
@@ -190,16 +240,29 @@ class RolloutRun(RankRun):
         threading.Thread(target=self._answer, args=(half,), name=f"{self.me} audits", daemon=True).start()
         await half.run()
 
-    def _answer(self, half: Any) -> None:
+    def _answer(self, half: Rollout) -> None:
+        sampling = self._sampling(half)
         self.desk.tell([self.lead], "ready")
         while True:
-            version = self.desk.hear()["version"]
+            word = self.desk.hear()
+            if sampling is not None and word["op"] == GENERATE:
+                with self.job_span("generate", word["step"] + 1):
+                    sampling.answer(self.desk, self.lead, word)
+                continue
+            version = word["version"]
             if verify.is_flipped(self.scenario, self.me, version):
                 verify.flip_bit(self.target.weights)
             export: dict[str, Tensor] = load_file(self.errand.export_file(version))
             expected = self.deployment.weights(self.me, export)
             audit = verify.audit(version, half, self.target, expected)
             self.desk.tell([self.lead], "audited", audit=asdict(audit))
+
+    def _sampling(self, half: Rollout) -> SamplingRank | None:
+        work, folder, world = self.scenario.workload, self.errand.checkpoint, self.world
+        if work.kind != "rl" or folder is None:
+            return None
+        turns = self.engine if isinstance(self.engine, TokenTurns) else None
+        return SamplingRank(half, world.store, world.prefix, folder, self.target.weights, work, turns)
 
 
 def rank_run(me: RankId, world: GlooWorld, errand: Errand, progress: Callable[[int], None]) -> RankRun:

@@ -14,8 +14,9 @@ from weightsync.backends.registry import Registry
 from weightsync.cli import parts, verify
 from weightsync.cli.launch import run_gloo
 from weightsync.cli.record import RankRecord, RunRecord
+from weightsync.cli.rl.local import LocalJob
 from weightsync.cli.scenario import Scenario, ScenarioError
-from weightsync.cli.workload import deployment, make_trainer, prepare
+from weightsync.cli.workload import WholeTrainer, deployment, make_trainer, prepare
 from weightsync.reference.errors import BackendUnavailable, DeadlineExceeded
 from weightsync.reference.members import RankId
 from weightsync.reference.rank import Verbs
@@ -91,7 +92,7 @@ class Ranks:
     def __init__(self, scenario: Scenario, scratch: Path, make_verbs: MakeVerbs) -> None:
         self.scenario = scenario
         self.deployment = deployment(scenario)
-        self.workload = make_trainer(scenario, 0, prepare(scenario, scratch)) if scenario.values else None
+        self.workload = self._make_workload(prepare(scenario, scratch)) if scenario.values else None
         self.steps = 0
         self.records = [RankRecord() for _ in self.deployment.trainers]
         self.audits: list[verify.Audit] = []
@@ -110,14 +111,15 @@ class Ranks:
         """Change the weights once on all trainer ranks."""
         self.steps += 1
         if self.workload is not None:
-            self.workload.step()
+            self.workload.collect()
+            self.records[0].curve.append({"step": self.steps, **self.workload.step()})
 
     def audit(self) -> None:
         """Compare every rank of the last update's members with the trainer's export, if it was committed."""
         outcome = self.records[0].outcomes[-1]
         if self.workload is None or not outcome.committed or outcome.version is None:
             return
-        export = self.workload.export()
+        export = self.workload.export() or {}
         for number in sorted(outcome.members):
             for rank in self.deployment.rollouts[number].ranks:
                 if verify.is_flipped(self.scenario, rank, outcome.version):
@@ -126,10 +128,16 @@ class Ranks:
                 half = self.rollouts[rank]
                 self.audits.append(verify.audit(outcome.version, half, self.targets[rank], expected))
 
+    def _make_workload(self, folder: Path | None) -> WholeTrainer:
+        work = self.scenario.workload
+        if work.kind != "rl" or folder is None:
+            return make_trainer(self.scenario, 0, folder)
+        return LocalJob(folder, self.deployment, work, lambda rank: self.targets[rank].weights)
+
     def _source(self, rank: RankId) -> Source | PhantomSource:
         plan = self.deployment.plan
         if self.workload is not None:
-            return Source(plan, rank.rank, self.workload.model.params[rank.rank])
+            return Source(plan, rank.rank, self.workload.params_of(rank.rank))
         return PhantomSource(
             plan, rank.rank, lambda: parts.piece_counts(self.scenario, self.deployment, self.steps)
         )

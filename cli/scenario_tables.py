@@ -100,7 +100,7 @@ class RolloutTable(Table):
 class Rl(Table):
     """Reinforcement learning on a task whose answers can be checked; rollouts sample, the trainer learns.
 
-    ``lr`` of the workload holds until ``decay_from`` (a share of the steps), then falls to ``lr_last`` as a cosine.
+    ``lr`` of the workload holds for a share ``decay_from`` of the steps, then falls by equal factors to ``lr_last``.
     """
 
     task: Literal["reverse", "add"] = "reverse"

@@ -17,6 +17,13 @@ from weightsync.cli.workload import model_shape
 HIDDEN = ("idle",)
 """Phases left out of tables: rollouts waiting for the next order, training included. Files have them."""
 
+STEPS = {
+    "train": "AdamW steps",
+    "rl": "updates, an AdamW step before each but the first",
+    "synthetic": "synthetic steps",
+}
+"""What a workload does before each update."""
+
 
 def heading(console: Console, scenario: Scenario) -> None:
     """What is about to run, in two lines."""
@@ -24,7 +31,7 @@ def heading(console: Console, scenario: Scenario) -> None:
     elements = sum(meta.numel for meta in shape.tensors())
     rollouts = ", ".join(f"{'fused' if one.fused else 'unfused'} TP {one.tp}" for one in scenario.rollouts)
     console.print(f"[bold]{scenario.name}[/bold]: {scenario.description}", highlight=False)
-    steps = f"{work.steps} {'AdamW steps' if work.kind == 'train' else 'synthetic steps'}"
+    steps = f"{work.steps} {STEPS[work.kind]}"
     console.print(
         f"{elements:,} elements in {len(shape.tensors())} tensors ({str(shape.dtype).removeprefix('torch.')}), "
         f"{steps}; trainer TP {scenario.trainer.tp}, rollouts: {rollouts}",

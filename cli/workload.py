@@ -11,32 +11,47 @@ from torch.nn import Parameter
 
 from weightsync.cli.model.checkpoint import load_checkpoint, make_checkpoint
 from weightsync.cli.model.config import DecoderConfig, read_config
-from weightsync.cli.model.sharded import ShardedModel
 from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
 from weightsync.cli.model.trainer import DemoTrainer
-from weightsync.cli.scenario import Scenario
+from weightsync.cli.scenario import Scenario, ScenarioError
 from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.model import ModelShape
 
 
 class WorkloadTrainer(Protocol):
-    """What a run needs of a trainer rank; DemoTrainer and SyntheticTrainer both are one.
-
-    Attributes:
-        model: the shards of every trainer rank, and who holds what.
-    """
-
-    model: ShardedModel
+    """What a run needs of a trainer rank: DemoTrainer, SyntheticTrainer and RlTrainer are such."""
 
     @property
     def params(self) -> Mapping[str, Parameter]:
         """Runtime name -> this rank's live parameter with real TP attributes; ``step`` changes it."""
 
-    def step(self) -> float:
-        """Change the weights once, the same on every rank; the loss, or how many elements changed."""
+    def collect(self) -> None:
+        """Get what the next step learns from; may block, waiting for others."""
 
-    def export(self) -> dict[str, Tensor]:
-        """Hugging Face name -> whole tensor of the present weights: the oracle for every rollout."""
+    def step(self) -> dict[str, float]:
+        """Change the weights once, on all ranks at a time; what it says of itself, such as ``loss``, equal on all."""
+
+    def export(self) -> dict[str, Tensor] | None:
+        """Hugging Face name -> whole tensor of the present weights: the oracle for every rollout.
+
+        All ranks call it at a time; only the lead needs what comes back.
+        """
+
+
+class WholeTrainer(Protocol):
+    """All trainer ranks in one process; as WorkloadTrainer, for all of them at once."""
+
+    def params_of(self, rank: int) -> Mapping[str, Parameter]:
+        """Runtime name -> live parameter of one trainer rank."""
+
+    def collect(self) -> None:
+        """Get what the next step learns from."""
+
+    def step(self) -> dict[str, float]:
+        """Change the weights of all ranks once; what it says of itself."""
+
+    def export(self) -> dict[str, Tensor] | None:
+        """Hugging Face name -> whole tensor of the present weights."""
 
 
 def model_shape(scenario: Scenario) -> ModelShape:
@@ -73,9 +88,16 @@ def prepare(scenario: Scenario, scratch: Path) -> Path | None:
     return make_checkpoint(scratch / "checkpoint", config, scenario.workload.seed)
 
 
-def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> WorkloadTrainer:
-    """Trainer rank ``rank``; ``folder`` is what ``prepare`` returned."""
+def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> DemoTrainer | SyntheticTrainer:
+    """Trainer rank ``rank`` of a ``train`` or ``synthetic`` workload, which holds every rank's shards.
+
+    ``folder`` is what ``prepare`` returned. The trainers of an ``rl`` workload need groups: see ``cli.rl``.
+    """
     work, layout = scenario.workload, deployment(scenario)
+    if work.kind == "rl":
+        raise ScenarioError(
+            'workload.kind is "rl", whose trainers are LocalJob and RlTrainer; make one of them'
+        )
     if work.kind == "train" and folder is not None:
         return DemoTrainer(
             folder, rank, layout, lr=work.lr, seed=work.seed, batch=work.batch, tokens=work.tokens

@@ -35,10 +35,13 @@ def rotary_frequencies(config: DecoderConfig) -> Tensor:
     return frequencies * (blend + (1.0 - blend) / scaling.factor)
 
 
-def rotate(x_BTHE: Tensor, frequencies: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split order: pair i is dimensions i and i + E/2."""
+def rotate(x_BTHE: Tensor, frequencies: Tensor, start: int = 0) -> Tensor:
+    """Rotary embedding in Hugging Face's half-split order: pair i is dimensions i and i + E/2.
+
+    The first token stands at position ``start``.
+    """
     tokens, half = x_BTHE.shape[1], x_BTHE.shape[-1] // 2
-    angles = torch.arange(tokens, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.arange(start, start + tokens, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
     first, second = x_BTHE[..., :half], x_BTHE[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -126,10 +126,17 @@ class SyntheticTrainer:
     @property
     def params(self) -> Mapping[str, Parameter]:
         """Runtime name -> this rank's live parameter with real TP attributes; changed in place."""
-        return self.model.params[self.rank]
+        return self.params_of(self.rank)
 
-    def step(self) -> int:
-        """Change ``workload.counts(step)`` elements of each tensor on every rank; return how many in all.
+    def params_of(self, rank: int) -> Mapping[str, Parameter]:
+        """As ``params``, of another rank."""
+        return self.model.params[rank]
+
+    def collect(self) -> None:
+        """Nothing to do: what changes is drawn."""
+
+    def step(self) -> dict[str, float]:
+        """Change ``workload.counts(step)`` elements of each tensor on every rank; ``changed``: how many in all.
 
         Padding rows of the vocabulary all change too, as under an optimizer; those changes never travel.
         """
@@ -143,7 +150,7 @@ class SyntheticTrainer:
                     change = changes[number]
                     held, local = row_map.to_local(output, change.positions)
                     bits[local] = change.applied(bits[local], held)
-        return sum(len(change.positions) for change in changes)
+        return {"changed": sum(len(change.positions) for change in changes)}
 
     def export(self) -> dict[str, Tensor]:
         """Hugging Face name -> whole tensor of the present weights: the oracle for every rollout."""

@@ -73,10 +73,17 @@ class DemoTrainer:
     @property
     def params(self) -> Mapping[str, Parameter]:
         """Runtime name -> this rank's live parameter with real TP attributes; changed in place."""
-        return self.model.params[self.rank]
+        return self.params_of(self.rank)
 
-    def step(self) -> float:
-        """Take one optimizer step on every rank's shards and return the loss before it, in nats."""
+    def params_of(self, rank: int) -> Mapping[str, Parameter]:
+        """As ``params``, of another rank."""
+        return self.model.params[rank]
+
+    def collect(self) -> None:
+        """Nothing to do: every rank draws its batches on its own."""
+
+    def step(self) -> dict[str, float]:
+        """Take one optimizer step on every rank's shards; ``loss`` before it, in nats, and ``lr``."""
         self.steps += 1
         with one_thread():
             leaves = {name: full.float().requires_grad_() for name, full in self.model.joined().items()}
@@ -87,7 +94,7 @@ class DemoTrainer:
             clip(grads)
             for rank, optimizer in enumerate(self._optimizers):
                 optimizer.step(self.model.cut(rank, grads))
-        return float(loss.detach())
+        return {"loss": float(loss.detach()), "lr": self._optimizers[0].lr}
 
     def export(self) -> dict[str, Tensor]:
         """Hugging Face name -> whole tensor of the present weights: the oracle for every rollout."""
