@@ -1,4 +1,4 @@
-"""Samples over the desk of a run: the lead asks the rollouts for them and hands them on to the trainer's other ranks."""
+"""Samples over the desk of a run: the lead asks the rollouts for them and hands them to the trainer's other ranks."""
 
 from __future__ import annotations
 
