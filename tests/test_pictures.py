@@ -49,7 +49,8 @@ def test_a_picture_fits_a_page_and_says_what_it_shows(path: Path) -> None:
     root = ET.fromstring(path.read_text(encoding="utf-8"))
     title = root.find("{http://www.w3.org/2000/svg}title")
     assert int(root.attrib["width"]) <= 720
-    assert title is not None and title.text
+    assert title is not None
+    assert title.text
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.name)
