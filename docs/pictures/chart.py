@@ -53,7 +53,8 @@ class Places:
         free: dict[str, float] = {}
         ends: dict[int, float] = {}
         height: float = TOP
-        for t in sorted({t for one in (*items, *bands) for t in (one.start_ns, one.end_ns)}):
+        spans = [(one.start_ns, one.end_ns) for one in items] + [(one.start_ns, one.end_ns) for one in bands]
+        for t in sorted({t for span in spans for t in span}):
             height = max(height, ends.get(t, 0))
             if any(t in (band.start_ns, band.end_ns) for band in bands):
                 first = height == TOP
@@ -128,7 +129,7 @@ class Chart:
         for lane, role in zip(LANES, ROLES, strict=True):
             color = TRAINER if lane.startswith("trainer") else ROLLOUT
             canvas.line(X[lane], TOP - 12, X[lane], bottom + 6, color=color, width=1.4, opacity=0.55)
-            canvas.rect(X[lane] - 56, 34, 112, 38, fill=PALE[color], edge=color, radius=8)
+            canvas.rect(X[lane] - 60, 34, 120, 38, fill=PALE[color], edge=color, radius=8)
             canvas.text(X[lane], 50, role, size=12, bold=True)
             canvas.text(X[lane], 65, lane, size=11, color=MUTED, mono=True)
         canvas.text(20, 22, self.caption, anchor="start", size=12, color=MUTED)

@@ -8,7 +8,7 @@ WIDTH = 720
 COLUMNS = (
     ("the machine's clock", "inprocess, gloo", TRAINER),
     ("simulated time", "sim", ROLLOUT),
-    ("simulated time, faults", "sim with planted faults", BAD),
+    ("simulated, with faults", "sim with planted faults", BAD),
 )
 ROWS = (
     ("clock", ("asyncio", "SimPy, integer ns", "SimPy, integer ns")),
@@ -39,13 +39,13 @@ def show() -> str:
         canvas.arrow(x + wide / 2, 139, x + wide / 2, 157)
         canvas.rect(x, 158, wide, 262, fill="#ffffff", edge=color, radius=10)
         canvas.rect(x, 158, wide, 50, fill=PALE[color], edge=color, radius=10)
-        canvas.text(x + wide / 2, 179, name, bold=True, size=13.5)
+        canvas.text(x + wide / 2, 179, name, bold=True, size=13)
         canvas.text(x + wide / 2, 198, who, size=12, color=MUTED)
         for row, (_, cells) in enumerate(ROWS):
             canvas.text(x + wide / 2, 236 + 34 * row, cells[number], size=12)
         canvas.line(x + 14, 358, x + wide - 14, 358, color=color, width=1, opacity=0.5)
         canvas.text(x + wide / 2, 382, "answers", size=11, color=MUTED)
-        canvas.text(x + wide / 2, 402, ANSWERS[number], size=12, bold=True, color=INK)
+        canvas.text(x + wide / 2, 402, ANSWERS[number], size=11.5, bold=True, color=INK)
     canvas.text(label, 183, "a backend", size=12, color=MUTED, anchor="start")
     canvas.text(label, 199, "supplies", size=12, color=MUTED, anchor="start")
     for row, (what, _) in enumerate(ROWS):

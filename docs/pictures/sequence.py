@@ -76,7 +76,7 @@ def messages(recording: Recording, since: int, until: int, wanted: Callable[[Sai
             color: str = color,
             nth: int = nth,
         ) -> None:
-            x, to_x = X[said.source], X[said.target]
+            x, to_x = float(X[said.source]), float(X[said.target])
             y = places.y(said.sent_ns + nth) + ARROW
             sign = 1 if to_x > x else -1
             x += sign * places.half(said.source, y)
@@ -104,7 +104,13 @@ def buckets(recording: Recording, spans: Sequence[Span]) -> list[Item]:
             canvas.arrow(X[LANES[1]], at, X[LANES[3]], at, color=BUCKET, width=3.2)
             canvas.dot(X[LANES[2]], at, 4.5, fill=BUCKET)
             canvas.text(
-                (X[LANES[1]] + X[LANES[2]]) / 2, at - 6, name, size=11.5, color=BUCKET, bold=True, halo=True
+                (X[LANES[1]] + X[LANES[2]]) / 2 + 4,
+                at - 6,
+                name,
+                size=11.5,
+                color=BUCKET,
+                bold=True,
+                halo=True,
             )
 
         columns = (gap(LANES[1], LANES[2]), gap(LANES[2], LANES[3]))
@@ -115,7 +121,7 @@ def buckets(recording: Recording, spans: Sequence[Span]) -> list[Item]:
 def collectives(spans: Sequence[Span]) -> list[Item]:
     """Gathers and all-gathers among the trainer's ranks; each starts when both have come."""
     items = []
-    for verb, text in (("exchange", "all-gather: counts"), ("gather", "gather")):
+    for verb, text in (("exchange", "counts"), ("gather", "gather")):
         pairs = [[span for span in spans if (span.rank, span.verb) == (lane, verb)] for lane in LANES[:2]]
         for one, other in zip(*pairs, strict=True):
             start_ns, end_ns = max(one.start_ns, other.start_ns), other.end_ns
