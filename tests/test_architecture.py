@@ -49,7 +49,8 @@ def modules(folder: str) -> list[Path]:
 
 
 SHIPPED = [(folder, path) for folder in FOLDERS for path in modules(folder)]
-SOURCES = sorted({path for _, path in SHIPPED} | set((ROOT / "tests").rglob("*.py")) | {ROOT / "noxfile.py"})
+OWN = {path for folder in ("tests", "docs") for path in (ROOT / folder).rglob("*.py")}
+SOURCES = sorted({path for _, path in SHIPPED} | OWN | {ROOT / "noxfile.py"})
 
 
 def label(value: object) -> str:

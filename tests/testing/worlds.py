@@ -114,7 +114,11 @@ class World(ABC):
 
 
 class InprocessRanks(World):
-    """All ranks on one asyncio loop, over ``backends.inprocess``."""
+    """All ranks on one asyncio loop, over ``backends.inprocess`` or a backend derived from it."""
+
+    def make_shared(self) -> InprocessWorld:
+        """What the ranks of a run share; override it to test a backend derived from ``inprocess``."""
+        return InprocessWorld()
 
     def run(
         self,
@@ -124,7 +128,7 @@ class InprocessRanks(World):
     ) -> dict[RankId, Any]:
         """See ``World.run``."""
         loop = asyncio.new_event_loop()
-        self.shared = InprocessWorld()
+        self.shared = self.make_shared()
         self.verbs: dict[RankId, Verbs] = {}
         self.killed: list[RankId] = []
         try:
