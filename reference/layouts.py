@@ -174,10 +174,10 @@ def row_map(
         )
     if layout.heads is not None and layout.heads.declared(name, attrs, world):
         return cut(layout, name, numbers, dim=dim, held=layout.heads.held(rank, world))
-    if layout.heads is None and "num_query_groups" in attrs.values:
+    if layout.heads is None and {"num_attention_heads", "num_query_groups"} & attrs.values.keys():
         raise PlanMismatch(
-            f"parameter {name!r} carries num_query_groups, but its layout knows no heads; correct the layout "
-            "table or the attributes"
+            f"parameter {name!r} carries head counts, but its layout knows no heads; correct the layout table "
+            "or the attributes"
         )
     try:
         held = segments(

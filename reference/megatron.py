@@ -78,13 +78,13 @@ def trainer_attributes(model: ModelShape, tp: int) -> dict[str, TPAttributes]:
 def _attention(model: ModelShape, layer: int, kind: str, tp: int) -> tuple[Layout, TPAttributes]:
     """Per key/value head of a rank: the rank's query heads of that group, the key, the value."""
     q, k, v = model.attention(layer, kind)
-    layout = qkv(q, k, v, heads=model.heads, groups=model.kv_heads, head_dim=model.head_dim)
     cut = HeadCut.of(model, "grouped")
-    counts = cut.attributes(tp)
+    layout = qkv(q, k, v, heads=model.heads, groups=model.kv_heads, head_dim=model.head_dim)
+    layout, counts = replace(layout, heads=cut), cut.attributes(tp)
+    if counts:  # uneven groups have no common split to tell
+        return layout, _cut(0, is_qkv=True, **counts)
     query_rows = model.heads // model.kv_heads * model.head_dim
-    # Uneven groups have no common split, so nothing is said about one.
-    split = {} if counts else {"qkv_split_shapes": [query_rows, model.head_dim, model.head_dim]}
-    return replace(layout, heads=cut), _cut(0, is_qkv=True, **split, **counts)
+    return layout, _cut(0, is_qkv=True, qkv_split_shapes=[query_rows, model.head_dim, model.head_dim])
 
 
 def _attention_out(model: ModelShape, layer: int, tp: int) -> tuple[Layout, TPAttributes]:

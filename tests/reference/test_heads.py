@@ -240,7 +240,7 @@ def test_a_wrong_dimension_an_even_shard_and_a_layout_without_heads_are_refused(
     with pytest.raises(PlanMismatch, match=r"has shape \[3, 9\] on rank 1, expected \[3, 8\]"):
         maps_of(params)
     out = SMOL.attention_out(0)
-    with pytest.raises(PlanMismatch, match="its layout knows no heads"):
+    with pytest.raises(PlanMismatch, match="carries head counts, but its layout knows no heads"):
         row_map(plain(out), "w", trainer_attributes(SMOL, 2)[PROJ], 0, 2, SMOL.numbers())
 
 
