@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, cat
 
+from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.heads import HeadShare, head_share
 from weightsync.reference.model import ModelShape, prefix
 
@@ -80,7 +81,10 @@ class LocalModel:
 
 
 def trainer_view(shape: ModelShape, params: Mapping[str, Tensor], rank: int, tp: int) -> LocalModel:
-    """A Megatron rank's parameters, by runtime name, in any dtype; differentiable with respect to them."""
+    """A Megatron rank's parameters, by runtime name, in any dtype; differentiable with respect to them.
+
+    Raises PlanMismatch where a rank holds parts of heads, as Megatron cuts with more ranks than key/value heads.
+    """
     heads = head_share(shape.heads, shape.kv_heads, rank, tp)
     per_group = shape.heads // shape.kv_heads
     blocks = []
@@ -89,6 +93,11 @@ def trainer_view(shape: ModelShape, params: Mapping[str, Tensor], rank: int, tp:
         blocks += [(end - first) * shape.head_dim, shape.head_dim, shape.head_dim]
 
     def ungrouped(fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if len(fused) != sum(blocks):
+            raise PlanMismatch(
+                f"trainer rank {rank} of {tp} holds {len(fused)} rows of linear_qkv, expected the {sum(blocks)} of its "
+                f"whole heads; with {shape.kv_heads} key/value heads choose a tensor-parallel size that is no larger"
+            )
         parts = fused.split(blocks)
         return cat(parts[0::3]), cat(parts[1::3]), cat(parts[2::3])
 
