@@ -139,6 +139,7 @@ def svg(drawing: Drawing) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"font: ([^;\"]*?)([\d.]+px) [^;\"]*", r"font: \1\2 var(--sans)", text)
+    text = re.sub(r"font-family: [^;\"]*", "font-family: var(--sans)", text)
     for name, sentinel in SENTINELS.items():
         text = text.replace(sentinel, f"var(--{name})")
     for gid, hint in drawing.hints.items():
