@@ -183,7 +183,15 @@ def _bytes(result: Result) -> Drawing:
             if mine:
                 xs, ys = [x for x, _ in mine], [y for _, y in mine]
                 if log:
-                    ax.plot(xs, ys, "o", ms=4, color=colours[colour], label=label, clip_on=False)
+                    ax.plot(
+                        xs,
+                        ys,
+                        "o",
+                        ms=4 if len(sent) <= 40 else 2.5,
+                        color=colours[colour],
+                        label=label,
+                        clip_on=False,
+                    )
                 else:
                     ax.bar(xs, ys, 0.8, color=colours[colour], label=label)
         ax.axhline(dense, color=colours["muted"], lw=1.2, ls=(0, (4, 2)), label="dense")
@@ -229,7 +237,7 @@ def _tensors(sent: Sequence[tuple[int, Mapping[str, int]]]) -> Drawing:
 
 def _steps_axis(ax: Axes, numbers: Sequence[float], label: str) -> None:
     ax.set_xlim(min(numbers, default=1) - 0.6, max(numbers, default=1) + 0.6)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax.set_xlabel(label)
 
 

@@ -67,6 +67,7 @@ class Browser:
         self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Log", "Runtime", "Accessibility"):
             self.ask(f"{domain}.enable")
+        self.ask("Page.setLifecycleEventsEnabled", enabled=True)
 
     def ask(self, method: str, **params: Any) -> dict[str, Any]:
         """The answer to one DevTools command."""
@@ -91,11 +92,9 @@ class Browser:
             width=width, height=height, deviceScaleFactor=1, mobile=width < 500,
         )  # fmt: skip
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.ask("Page.navigate", url="about:blank")
+        self._go("about:blank")
         self.events.clear()
-        self.ask("Page.navigate", url=file.as_uri())
-        while not any(one.get("method") == "Page.loadEventFired" for one in self.events):
-            self.events.append(self._hear())
+        self._go(file.as_uri())
         self.run("new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
 
     def run(self, script: str) -> Any:
@@ -122,6 +121,13 @@ class Browser:
             self.process.kill()
             self.process.wait()
             os.close(self._in)
+
+    def _go(self, url: str) -> None:
+        loader = self.ask("Page.navigate", url=url)["loaderId"]
+        while not any(
+            (one["loaderId"], one["name"]) == (loader, "load") for one in self.happened("Page.lifecycleEvent")
+        ):
+            self.events.append(self._hear())
 
     def _hear(self) -> dict[str, Any]:
         until = time.monotonic() + SECONDS
