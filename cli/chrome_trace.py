@@ -1,18 +1,17 @@
 """A Trace as Chrome Trace Event JSON, which Perfetto opens; ``trace_check`` validates it.
 
-One process per rank, one thread per lane. Slices of one thread must nest, so spans that merely overlap go to
-different lanes. Times are microseconds from the first span on, with the nanoseconds as three decimals: every
-``ts * 1000`` is a whole number and no digit is lost.
+One process per rank, one thread per lane, as ``lanes`` places them. Times are microseconds from the first span on,
+with the nanoseconds as three decimals: every ``ts * 1000`` is a whole number and no digit is lost.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from weightsync.reference.trace import Span, Trace
+from weightsync.cli.lanes import Placed, place
+from weightsync.reference.trace import Trace
 
 Event = dict[str, Any]
 
@@ -21,30 +20,18 @@ MOVING = ("broadcast", "tp_gather")
 """Phases whose spans count as bytes in flight on their rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """One span with its place in the picture.
-
-    Attributes:
-        span: the span.
-        pid: number of its rank, from 1.
-        tid: its lane within the rank, from 1.
-    """
-
-    span: Span
-    pid: int
-    tid: int
-
-
-def chrome_trace(trace: Trace, other: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def chrome_trace(
+    trace: Trace, other: Mapping[str, Any] | None = None, job: Trace | None = None
+) -> dict[str, Any]:
     """The JSON object for ``trace``; equal traces give equal objects, whatever the order of their spans.
 
     Args:
         trace: the spans of one run, of any number of ranks on one clock.
         other: what stands under ``otherData``: seed, scenario fingerprint, version; no clock, path or host.
+        job: training and generation on the same clock; they and the pauses of generation get lanes of their own.
     """
-    placed = place(trace)
-    origin = min((span.start_ns for span in trace.spans), default=0)
+    placed = place(trace, job)
+    origin = min((one.span.start_ns for one in placed), default=0)
     events = _names(placed)
     events += [_slice(one, origin) for one in placed]
     events += _flows(placed, origin)
@@ -61,38 +48,6 @@ def dumps(chrome: Mapping[str, Any]) -> str:
     return f'{{"displayTimeUnit":{unit},"otherData":{other},"traceEvents":[\n{body}\n]}}\n'
 
 
-def place(trace: Trace) -> list[Placed]:
-    """Every span with its rank's number and a lane in which it nests, by rank, then start, longest first."""
-    placed: list[Placed] = []
-    for pid, rank in enumerate(sorted(trace.ranks(), key=_rank_order), start=1):
-        mine = sorted((span for span in trace.spans if span.rank == rank), key=_span_order)
-        for span, lane in zip(mine, lanes([(span.start_ns, span.end_ns) for span in mine]), strict=True):
-            placed.append(Placed(span, pid, lane + 1))
-    return placed
-
-
-def lanes(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """The lowest lane, from 0, in which each interval lies beside or inside the earlier ones of that lane.
-
-    ``intervals`` are (start, end), sorted by start and then the longest first.
-    """
-    open_ends: list[list[int]] = []
-    chosen = []
-    for start, end in intervals:
-        lane = 0
-        for ends in open_ends:
-            while ends and ends[-1] <= start:
-                ends.pop()
-            if not ends or end <= ends[-1]:
-                break
-            lane += 1
-        if lane == len(open_ends):
-            open_ends.append([])
-        open_ends[lane].append(end)
-        chosen.append(lane)
-    return chosen
-
-
 def microseconds(time_ns: int) -> int | float:
     """Time as the format writes it; an int where no nanosecond is left over."""
     whole, rest = divmod(time_ns, 1000)
@@ -102,22 +57,6 @@ def microseconds(time_ns: int) -> int | float:
 def nanoseconds(time_us: int | float) -> int:
     """The exact inverse of ``microseconds``."""
     return round(time_us * 1000)
-
-
-def _rank_order(rank: str) -> tuple[Any, ...]:
-    role, _, number = rank.rpartition(".")
-    rollout = role.removeprefix("rollout")
-    return (
-        role != "trainer",
-        int(rollout) if rollout.isdigit() else -1,
-        role,
-        int(number) if number.isdigit() else -1,
-        number,
-    )
-
-
-def _span_order(span: Span) -> tuple[Any, ...]:
-    return (span.start_ns, -span.end_ns, span.update, span.verb, span.phase, span.nbytes, span.ok)
 
 
 def _names(placed: Sequence[Placed]) -> list[Event]:
@@ -130,8 +69,8 @@ def _names(placed: Sequence[Placed]) -> list[Event]:
     for pid, rank in ranks.items():
         name("process_name", pid, 0, name=rank)
         name("process_sort_index", pid, 0, sort_index=pid)
-        for tid in sorted({one.tid for one in placed if one.pid == pid}):
-            name("thread_name", pid, tid, name=f"lane {tid}")
+        for tid, lane in sorted({(one.tid, one.lane) for one in placed if one.pid == pid}):
+            name("thread_name", pid, tid, name=lane)
             name("thread_sort_index", pid, tid, sort_index=tid)
     return events
 

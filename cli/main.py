@@ -57,7 +57,8 @@ SeedOption = Annotated[
     int | None, typer.Option(min=0, help="Draws everything; by default the scenario's own.")
 ]
 OutOption = Annotated[
-    Path | None, typer.Option(help="Folder for result.json, conditions.json and trace.json.")
+    Path | None,
+    typer.Option(help="Folder for index.html, its pictures, and the result, conditions and trace."),
 ]
 ScenarioArgument = Annotated[str, typer.Argument(help="A built-in scenario's name, or a TOML file.")]
 
@@ -231,6 +232,7 @@ def _run_all(
     """Result and record of each run; written to ``out`` too. None where another process reports for this one."""
     torch.set_num_threads(1)
     done: list[tuple[results.Result, RunRecord]] = []
+    shown: list[results.Run] = []
     show.heading(console, scenario)
     with progress_bar(console) as bar:
         for name in names:
@@ -240,7 +242,12 @@ def _run_all(
                 return None
             done.append((results.make_result(scenario, record), record))
             if out is not None:
-                results.write(out / name if nest else out, done[-1][0], record)
+                folder = name if nest else ""
+                said = results.write(out / folder, *done[-1])
+                shown.append(results.Run(*done[-1], said, folder))
+        if out is not None:
+            between = [_same_digests(done[0][0], done[1][0])] if len(done) == 2 else []
+            results.write_page(out, shown, between)
     return done
 
 
@@ -262,6 +269,7 @@ def _same_digests(measured: results.Result, modelled: results.Result) -> CheckRo
 
 def _say_where(console: Console, out: Path, folders: tuple[str, ...]) -> None:
     files = "result.json, conditions.json, trace.json (opens in Perfetto)"
+    console.print(f"page: {out / 'index.html'}", highlight=False, soft_wrap=True)
     console.print(
         f"written: {', '.join(str(out / one) for one in folders)}: {files}", highlight=False, soft_wrap=True
     )

@@ -15,25 +15,28 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from weightsync.cli.chrome_trace import chrome_trace, dumps
+from weightsync.cli.lanes import pauses
+from weightsync.cli.per_update import tensors_sent, update_times
 from weightsync.cli.record import RunRecord
 from weightsync.cli.scenario import Scenario
 from weightsync.cli.tables import CheckRow, VersionRow, in_order, verdict_text
 from weightsync.cli.verify import group_digests
 from weightsync.cli.workload import deployment
 from weightsync.reference.protocol import Outcome
-from weightsync.reference.trace import Span
 
 FORMAT = 1
 PACKAGES = (
     "weightsync",
     "torch",
     "numpy",
+    "jinja2",
+    "matplotlib",
     "simpy",
     "safetensors",
     "xxhash",
@@ -56,6 +59,9 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
     layout = deployment(scenario)
     elements = sum(meta.numel for meta in layout.tensors)
     checks = check_rows(record)
+    rows = [_update(outcome, record, elements) for outcome in record.outcomes]
+    for row, outcome, times in zip(rows, record.outcomes, update_times(record), strict=True):
+        row |= {"tensors": tensors_sent(outcome, layout.plan), **times}
     return {
         "format": FORMAT,
         "backend": record.backend,
@@ -65,8 +71,11 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
         "values": scenario.values,
         "tensors": len(layout.tensors),
         "elements": elements,
-        "updates": [_update(outcome, record, elements) for outcome in record.outcomes],
+        "dense_bytes": layout.plan.update_bytes(None),
+        "updates": rows,
+        "curve": record.curve,
         "phases_ns": phases_ns(record),
+        "job_ns": _ordered(record.job.phase_ns()),
         "phases_by_rank_ns": {rank: _ordered(record.trace.phase_ns(rank)) for rank in record.trace.ranks()},
         "verbs": {rank: dict(sorted(record.trace.verbs(rank).items())) for rank in record.trace.ranks()},
         "checks": [asdict(row) for row in checks],
@@ -84,20 +93,21 @@ def phases_ns(record: RunRecord) -> dict[str, int]:
             for update in zip(*calls, strict=False)
         )
         found["exposed"] = sum(end - start for start, end in calls[0])
-    pauses = _pauses(record.trace.spans)
-    if pauses:
-        found["paused"] = sum(pauses)
+    stops = pauses(record.trace.spans)
+    if stops:
+        found["paused"] = sum(one.duration_ns for one in stops)
     return _ordered(found)
 
 
 def check_rows(record: RunRecord) -> list[CheckRow]:
-    """Every check of the run, in the order in which they were made: commits, bytes on every rank, races."""
+    """Every check of the run: per update its commit, the bytes of every rank and their digest; then races."""
     rows = []
     for outcome in record.outcomes:
         reason = "" if outcome.committed else f"not committed: {outcome.reason}"
         rows.append(CheckRow(f"update {outcome.update} commits", outcome.committed, reason))
         if outcome.committed:
             rows += [one.check for one in record.audits if one.version == outcome.version]
+            rows += _digest_rows(outcome, record)
     if record.races is not None:
         rows.append(CheckRow("no read races a write", not record.races, "; ".join(record.races)))
     return rows
@@ -148,13 +158,49 @@ def conditions(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def write(out: Path, result: Result, record: RunRecord) -> None:
-    """Write the three files into the folder ``out``, which is made if it is not there."""
+@dataclass(frozen=True)
+class Run:
+    """One run that a page shows.
+
+    Attributes:
+        result: as in ``result.json``.
+        record: what it was made of.
+        conditions: as in ``conditions.json``.
+        folder: where these files are, relative to the page; "" beside it.
+    """
+
+    result: Result
+    record: RunRecord
+    conditions: dict[str, Any]
+    folder: str = ""
+
+
+def write(out: Path, result: Result, record: RunRecord) -> dict[str, Any]:
+    """Write the three files into the folder ``out``, which is made if it is not there; returns the conditions."""
     out.mkdir(parents=True, exist_ok=True)
+    found = conditions(record)
     other = {"backend": record.backend, "seed": record.seed, "fingerprint": result["fingerprint"]}
     (out / "result.json").write_text(_json(result), encoding="utf-8")
-    (out / "conditions.json").write_text(_json(conditions(record)), encoding="utf-8")
-    (out / "trace.json").write_text(dumps(chrome_trace(record.trace, other)), encoding="utf-8")
+    (out / "conditions.json").write_text(_json(found), encoding="utf-8")
+    (out / "trace.json").write_text(dumps(chrome_trace(record.trace, other, record.job)), encoding="utf-8")
+    return found
+
+
+def write_page(out: Path, runs: Sequence[Run], more: Sequence[CheckRow] = ()) -> None:
+    """Write ``index.html`` and ``pictures/*.png`` of one or several runs into ``out``.
+
+    Args:
+        out: a folder that is there.
+        runs: of one scenario.
+        more: checks between the runs.
+    """
+    from weightsync.cli.page import render  # matplotlib takes a second to import; only this needs it
+
+    page = render(runs, more)
+    (out / "index.html").write_text(page.html, encoding="utf-8")
+    (out / "pictures").mkdir(exist_ok=True)
+    for name, png in page.pngs.items():
+        (out / "pictures" / f"{name}.png").write_bytes(png)
 
 
 def _without_paths(asked: dict[str, Any]) -> dict[str, Any]:
@@ -170,12 +216,6 @@ def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any
     changed = elements if outcome.changed is None else outcome.changed
     kind = "mixed" if partly else "full" if outcome.full else "delta" if changed else "empty"
     row = VersionRow(outcome.version or 0, kind, changed, elements, outcome.nbytes)
-    audits = [one for one in record.audits if one.version == outcome.version]
-    digests: dict[str, int] = {}
-    if outcome.committed and outcome.digest is not None and audits:
-        digests = {f"trainer.{rank}": outcome.digest for rank in range(len(record.trainers))} | group_digests(
-            audits
-        )
     return {
         "update": outcome.update,
         "version": outcome.version,
@@ -190,20 +230,26 @@ def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any
         "full_bytes": outcome.full_bytes,
         "delta_bytes": outcome.delta_bytes,
         "bits_per_change": row.bits_per_change,
-        "digests": {rank: _hex(digest) for rank, digest in digests.items()},
+        "digests": {rank: _hex(digest) for rank, digest in _digests(outcome, record).items()},
     }
 
 
-def _pauses(spans: Sequence[Span]) -> list[int]:
-    """Lengths of the pauses that ended, in ns."""
-    found = []
-    since: dict[str, int] = {}
-    for span in sorted(spans, key=lambda one: (one.start_ns, one.end_ns)):
-        if span.verb == "pause" and span.ok:
-            since[span.rank] = span.end_ns
-        elif span.verb == "resume" and span.ok and span.rank in since:
-            found.append(span.start_ns - since.pop(span.rank))
-    return found
+def _digests(outcome: Outcome, record: RunRecord) -> dict[str, int]:
+    """Rank name -> digest of the version, where it was committed and audited."""
+    audits = [one for one in record.audits if one.version == outcome.version]
+    if not outcome.committed or outcome.digest is None or not audits:
+        return {}
+    trainers = {f"trainer.{rank}": outcome.digest for rank in range(len(record.trainers))}
+    return trainers | group_digests(audits)
+
+
+def _digest_rows(outcome: Outcome, record: RunRecord) -> list[CheckRow]:
+    digests = _digests(outcome, record)
+    odd = [f"{rank} {_hex(digest)}" for rank, digest in digests.items() if digest != outcome.digest]
+    detail = f"{', '.join(odd)}, expected {_hex(outcome.digest or 0)}" if odd else ""
+    return (
+        [CheckRow(f"digest of version {outcome.version} on every rank", not odd, detail)] if digests else []
+    )
 
 
 def _ordered(phases: Mapping[str, int]) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +14,8 @@ def validate(chrome: Mapping[str, Any]) -> list[str]:
     """What is wrong with a trace, one sentence per problem; empty when Perfetto will show all of it.
 
     Checked: required keys and their types, times that are whole nanoseconds and not negative, names for every
-    process and thread, slices of one thread that nest, flows whose two ends lie inside a slice and in order,
+    process and thread, slices of one thread that nest, slices in a lane of their kind, a ``paused`` slice for every
+    pause and for nothing else, flows whose two ends lie inside a slice and in order,
     counters whose times never go back and whose values stay at or above zero and end there.
     """
     events = chrome.get("traceEvents")
@@ -21,7 +24,8 @@ def validate(chrome: Mapping[str, Any]) -> list[str]:
     problems = [f"event {number}: {what}" for number, one in enumerate(events) for what in _shape(one)]
     if problems:
         return problems
-    return _unnamed(events) + _crossing(events) + _loose_flows(events) + _bad_counters(events)
+    checks = (_unnamed, _crossing, _misplaced, _wrong_pauses, _loose_flows, _bad_counters)
+    return [problem for check in checks for problem in check(events)]
 
 
 def phase_ns(chrome: Mapping[str, Any]) -> dict[str, int]:
@@ -40,6 +44,13 @@ _KEYS = {
     "f": ("name", "cat", "id", "ts", "pid", "tid", "bp"),
     "C": ("name", "ts", "pid", "args"),
 }
+
+
+_LANE = re.compile(r"(training|engine|protocol)( \d+)?")
+_HOMES = {"training": r"trainer\.\d+", "engine": r"rollout\d+\.0", "protocol": r".+"}
+"""Kind of lane -> the ranks that may have one: engines run on the leaders of rollouts only."""
+_KINDS = {"train": "training", "generate": "engine", "paused": "engine"}
+"""Category of a slice -> the kind of lane it lies in; verbs lie in protocol lanes."""
 
 
 def _shape(event: Any) -> list[str]:
@@ -89,6 +100,55 @@ def _crossing(events: Sequence[Event]) -> list[str]:
                 )
             stack.append((end, name))
     return problems
+
+
+def _misplaced(events: Sequence[Event]) -> list[str]:
+    names = {(one["name"], one["pid"], one["tid"]): one["args"]["name"] for one in events if _is_name(one)}
+    problems: dict[str, None] = {}
+    for (kind, pid, _), lane in names.items():
+        rank = names.get(("process_name", pid, 0), "")
+        if kind == "thread_name" and not (
+            (known := _LANE.fullmatch(lane)) and re.fullmatch(_HOMES[known[1]], rank)
+        ):
+            problems[f"lane {lane!r} has no place on {rank!r}"] = None
+    for one in events:
+        if one["ph"] == "X":
+            lane = names.get(("thread_name", one["pid"], one["tid"]), "")
+            kind = _KINDS.get(one["cat"], "protocol")
+            if lane.split(" ")[0] != kind:
+                problems[f"slice of {one['cat']!r} lies in lane {lane!r}; expected one of {kind!r}"] = None
+    return list(problems)
+
+
+def _is_name(event: Event) -> bool:
+    return event["ph"] == "M" and event["name"] in ("process_name", "thread_name")
+
+
+def _wrong_pauses(events: Sequence[Event]) -> list[str]:
+    """Where the slices ``paused`` are not the times between the slices ``pause`` and ``resume``."""
+    ends: dict[int, list[tuple[int, int, str]]] = {}
+    shown: Counter[tuple[int, int, int]] = Counter()
+    for one in events:
+        if one["ph"] == "X":
+            start, stop = nanoseconds(one["ts"]), nanoseconds(one["ts"]) + nanoseconds(one["dur"])
+            if one["cat"] == "paused":
+                shown[one["pid"], start, stop] += 1
+            elif one["name"] in ("pause", "resume"):
+                ends.setdefault(one["pid"], []).append((start, stop, one["name"]))
+    due: Counter[tuple[int, int, int]] = Counter()
+    for pid, verbs in ends.items():
+        since = None
+        for start, stop, name in sorted(verbs):
+            if name == "pause":
+                since = stop
+            elif since is not None and since <= start:
+                due[pid, since, start] += 1
+                since = None
+    return [
+        f"process {pid} {what} a paused slice from {start} to {stop} ns"
+        for what, some in (("lacks", due - shown), ("has without a pause", shown - due))
+        for pid, start, stop in sorted(some.elements())
+    ]
 
 
 def _loose_flows(events: Sequence[Event]) -> list[str]:

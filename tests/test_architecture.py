@@ -29,7 +29,7 @@ THEIRS = {
     "reference": CORE,
     "backends": CORE | {"torch_npu", "triton"},
     "sim": CORE | {"simpy"},
-    "cli": CORE | {"matplotlib", "pydantic", "rich", "scipy", "tokenizers", "typer"},
+    "cli": CORE | {"jinja2", "matplotlib", "pydantic", "rich", "scipy", "tokenizers", "typer"},
     "testing": CORE | {"hypothesis", "pytest"},
 }
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)

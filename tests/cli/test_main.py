@@ -29,17 +29,18 @@ def test_version(cli: CliRunner) -> None:
     assert cli.invoke(app, ["--version"]).stdout.strip() == version("weightsync")
 
 
-def test_run_writes_three_files_and_says_the_verdict(cli: CliRunner, tmp_path: Path) -> None:
+def test_run_writes_its_files_and_says_the_verdict(cli: CliRunner, tmp_path: Path) -> None:
     done = cli.invoke(
         app, ["run", "tiny-sync", "--backend", "sim", "--seed", "2", "--out", str(tmp_path / "out")]
     )
     assert done.exit_code == 0, done.output
-    assert "all 13 checks hold, bit for bit" in said(done)
+    assert "all 16 checks hold, bit for bit" in said(done)
     assert "modelled" in said(done)
     assert "measured" not in said(done)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "conditions.json", "result.json", "trace.json",
+        "conditions.json", "index.html", "pictures", "result.json", "trace.json",
     ]  # fmt: skip
+    assert "page: " in said(done)
     conditions = json.loads((tmp_path / "out" / "conditions.json").read_text())
     assert conditions["seed"] == 2
 
@@ -94,7 +95,7 @@ def test_scenarios_are_listed_shown_and_copied_to_run(cli: CliRunner, tmp_path: 
     assert cli.invoke(app, ["scenarios", "copy", "tiny-sync", str(copy)]).exit_code == 0
     assert copy.read_text() == text
     copy.write_text(text.replace("steps = 3", "steps = 2"))
-    assert "all 9 checks hold" in said(cli.invoke(app, ["run", str(copy), "--backend", "sim"]))
+    assert "all 11 checks hold" in said(cli.invoke(app, ["run", str(copy), "--backend", "sim"]))
     assert cli.invoke(app, ["scenarios", "copy", "tiny-sync", str(copy)]).exit_code == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 from pathlib import Path
@@ -14,18 +15,21 @@ from weightsync.cli import result as results
 from weightsync.cli.dry_run import dry_run
 from weightsync.cli.model.checkpoint import make_checkpoint
 from weightsync.cli.model.config import DecoderConfig
+from weightsync.cli.per_update import tensors_sent
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.run import run
 from weightsync.cli.scenario import ScenarioError
 from weightsync.cli.scenario_files import load
 from weightsync.cli.trace_check import phase_ns, validate
 from weightsync.cli.verify import Audit, differences, flip_bit, group_digests
+from weightsync.cli.workload import deployment
 from weightsync.reference.errors import BackendUnavailable
 from weightsync.reference.model import ModelShape
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trace import Span, Trace
 
-OWN = {"total", "paused", "exposed"}
+OWN = {"total", "exposed"}
+"""Phases that are no sums of slices."""
 NINE_TO_THREE = ("model.shape.num_attention_heads=9", "model.shape.num_key_value_heads=3")
 """Query and key/value heads that two ranks cannot divide."""
 
@@ -55,7 +59,7 @@ def test_the_trace_is_valid_and_sums_to_the_phases(tmp_path: Path) -> None:
     trace, result = json.loads(files["trace.json"]), json.loads(files["result.json"])
     assert validate(trace) == []
     assert phase_ns(trace) == {phase: ns for phase, ns in result["phases_ns"].items() if phase not in OWN}
-    assert result["phases_ns"].keys() >= OWN
+    assert result["phases_ns"].keys() >= OWN | {"paused"}
     assert 0 < result["phases_ns"]["exposed"] <= result["phases_ns"]["total"]
 
 
@@ -220,6 +224,54 @@ def test_an_aborted_update_and_a_race_fail_the_run() -> None:
         ("update 1 commits", True), ("update 2 commits", False), ("no read races a write", False),
     ]  # fmt: skip
     assert "it said no" in rows[1].detail
+
+
+def test_times_of_the_updates_add_up_to_those_of_the_run() -> None:
+    for backend in ("sim", "inprocess"):
+        result, _ = made(backend=backend)
+        for key, of in (("total", "total_ns"), ("exposed", "exposed_ns")):
+            assert result["phases_ns"][key] == sum(update[of] for update in result["updates"])
+        paused = [update["paused_ns"] for update in result["updates"]]
+        assert paused[0] == {}  # nothing generates before the first version
+        assert all(set(one) == {"rollout0.0", "rollout1.0"} for one in paused[1:])
+        assert result["phases_ns"]["paused"] == sum(sum(one.values()) for one in paused)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.2, 0.9])
+def test_tensors_are_counted_as_the_plan_decided(density: float) -> None:
+    result, record = made(f"workload.density={density}")
+    scenario = load("tiny-sync", [f"workload.density={density}"])
+    plan = deployment(scenario).plan
+    assert result["dense_bytes"] == plan.update_bytes(None) == result["updates"][0]["full_bytes"]
+    for update, outcome in zip(result["updates"], record.outcomes, strict=True):
+        sent = update["tensors"]
+        assert sum(sent.values()) == result["tensors"]
+        if update["kind"] == "full":
+            assert sent == {"dense": result["tensors"], "sparse": 0, "unchanged": 0}
+        else:
+            counts = outcome.counts or ()
+            smaller = [6 * n < 2 * meta.numel for n, meta in zip(counts, plan.tensors, strict=True) if n]
+            assert (sent["sparse"], sent["dense"]) == (smaller.count(True), smaller.count(False))
+            assert sent["unchanged"] == counts.count(0)
+
+
+def test_tensors_of_an_update_that_sent_nothing_or_of_cut_tensors_are_not_guessed() -> None:
+    plan = deployment(load("tiny-sync")).plan
+    assert tensors_sent(Outcome(1, None, False, "no"), plan) is None
+    cut = dataclasses.replace(plan, piece_elements=4)
+    assert tensors_sent(Outcome(1, 1, True, full=(0,)), cut) is None
+    assert tensors_sent(Outcome(1, 1, True, full=(0,)), plan) is not None
+
+
+def test_a_digest_that_differs_turns_the_verdict_even_where_every_byte_is_right() -> None:
+    result, record = made()
+    assert [row["name"] for row in result["checks"]].count("digest of version 2 on every rank") == 1
+    lead = record.trainers[0]
+    lead.outcomes[1] = dataclasses.replace(lead.outcomes[1], digest=5)
+    (wrong,) = [row for row in results.check_rows(record) if not row.ok]
+    assert wrong.name == "digest of version 2 on every rank"
+    assert wrong.detail.endswith("expected 0000000000000005")
+    assert "rollout1.1 " in wrong.detail
 
 
 def test_a_rank_record_survives_its_file() -> None:

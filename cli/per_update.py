@@ -1,0 +1,45 @@
+"""What a result says of each update beside its bytes: its times, and how its tensors travelled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightsync.cli.lanes import pauses
+from weightsync.cli.record import RunRecord
+from weightsync.reference.plan import TransferPlan
+from weightsync.reference.protocol import Outcome
+
+
+def update_times(record: RunRecord) -> list[dict[str, Any]]:
+    """Per update ``total_ns`` and ``exposed_ns``, and ``paused_ns`` of each rollout under its leader's name."""
+    paused: dict[int, dict[str, int]] = {}
+    for one in pauses(record.trace.spans):
+        mine = paused.setdefault(one.update, {})
+        mine[one.rank] = mine.get(one.rank, 0) + one.duration_ns
+    found = []
+    for number, outcome in enumerate(record.outcomes):
+        calls = [one.inside[number] for one in record.trainers]
+        found.append(
+            {
+                "total_ns": max(end for _, end in calls) - min(start for start, _ in calls),
+                "exposed_ns": calls[0][1] - calls[0][0],
+                "paused_ns": dict(sorted(paused.get(outcome.update, {}).items())),
+            }
+        )
+    return found
+
+
+def tensors_sent(outcome: Outcome, plan: TransferPlan) -> dict[str, int] | None:
+    """How many tensors travelled whole (``dense``), as changed elements (``sparse``) and not at all (``unchanged``).
+
+    The plan decides, from the counts; where some rollouts got a full update beside a delta, these are the delta's.
+    None where nothing was planned, and where the plan cuts a tensor into pieces: an outcome counts whole tensors.
+    """
+    if (outcome.counts is None and not outcome.full) or len(plan.pieces) != len(plan.tensors):
+        return None
+    dense = [one for group in plan.groups(outcome.counts) for one in group.dense]
+    return {
+        "dense": sum(dense),
+        "sparse": len(dense) - sum(dense),
+        "unchanged": len(plan.tensors) - len(dense),
+    }
