@@ -61,6 +61,14 @@ class _Letter:
     frozen: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """Which process of a peer wrote what was just read; the thread that writes holds what is known of the peers."""
+
+    peer: str
+    life: bytes
+
+
 class StoreMail:
     """One rank's inbox, way out, and lease; implements ``control.Transport``.
 
@@ -96,7 +104,8 @@ class StoreMail:
         self._envelopes = Envelopes(me, secret)
         self._events: Events
         self._beats = 0
-        self._out: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+        self._lives: dict[str, bytes] = {}
+        self._out: queue.SimpleQueue[_Letter | _Heard | None] = queue.SimpleQueue()
         self._stopping = False
         self._leaving = False
         self._threads = [
@@ -163,7 +172,10 @@ class StoreMail:
                 continue
             if self._stopping or letter is None:
                 break
-            self._push(client, letter)
+            if isinstance(letter, _Heard):
+                self._tell_all(client, self._watch.heard(letter.peer, letter.life))
+            else:
+                self._push(client, letter)
         if self._leaving and not self._stopping:
             client.set(self._lease(self.me), f"{self._envelopes.life}.".encode() + LEFT)
         self._stopping = True
@@ -171,7 +183,7 @@ class StoreMail:
 
     def _take(self, raw: bytes) -> None:
         try:
-            sender, message = self._envelopes.unwrap(raw)
+            sender, life, message = self._envelopes.unwrap(raw)
         except Rejected as rejected:
             self.rejected += 1
             logging.getLogger(__name__).error("%s dropped: %s", self.me, rejected)
@@ -179,6 +191,9 @@ class StoreMail:
         if message is None:
             self.outlived += 1
             return
+        if self._lives.get(sender) != life:
+            self._lives[sender] = life
+            self._out.put(_Heard(sender, life))
         if sender == self.me and message["kind"] == Change.LEFT.value:
             self._tell(self._events.lost, message["peer"])
         else:
@@ -190,7 +205,10 @@ class StoreMail:
         peers = list(self._watch.seen)
         peers += [peer for peer in self._watch.unseen if client.check([self._lease(peer)])]
         counts = client.multi_get([self._lease(peer) for peer in peers]) if peers else []
-        for change, peer in self._watch.look(now_ns, dict(zip(peers, counts, strict=True))):
+        self._tell_all(client, self._watch.look(now_ns, dict(zip(peers, counts, strict=True))))
+
+    def _tell_all(self, client: Store, changes: Sequence[tuple[Change, str]]) -> None:
+        for change, peer in changes:
             if change is Change.LEFT:
                 # What it sent before it left is in the inbox by now; the news goes behind it.
                 frozen = json.dumps({"kind": Change.LEFT.value, "peer": peer}).encode()

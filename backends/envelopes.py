@@ -68,8 +68,8 @@ class Envelopes:
         text = json.dumps(head, separators=(",", ":")).encode() + b"\n" + frozen
         return self._mac(to, text) + text
 
-    def unwrap(self, raw: bytes) -> tuple[str, Message | None]:
-        """Sender and message of an envelope to this rank; None for one that is meant for a former life of it.
+    def unwrap(self, raw: bytes) -> tuple[str, bytes, Message | None]:
+        """Sender, its life, and the message to this rank; None for one that is meant for a former life of it.
 
         One thread unwraps, in the order of arrival.
 
@@ -92,12 +92,12 @@ class Envelopes:
             )
         self._received[sender, life] = count
         if envelope["for"] not in (None, self.life):
-            return sender, None
+            return sender, life.encode(), None
         if message.get("kind") == "reply":
             if message["number"] >> _NUMBER_BITS != int(self.life, 16):
-                return sender, None
+                return sender, life.encode(), None
             message["number"] &= (1 << _NUMBER_BITS) - 1
-        return sender, message
+        return sender, life.encode(), message
 
     def _mac(self, to: str, text: bytes) -> bytes:
         return hmac.digest(self._secret, to.encode() + b"\0" + text, "sha256")

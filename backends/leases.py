@@ -9,7 +9,7 @@ read says nothing about anybody: a store that answers nobody for a while ends no
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 LEFT = b"left"
@@ -36,6 +36,7 @@ class Change(Enum):
 class _Watched:
     value: bytes | None = None
     life: bytes | None = None
+    former: set[bytes] = field(default_factory=set)
     silent_ns: int = 0
     held: bool = True
 
@@ -70,6 +71,13 @@ class LeaseWatch:
         watched = self._peers.get(peer)
         return None if watched is None else watched.life
 
+    def heard(self, peer: str, life: bytes) -> list[tuple[Change, str]]:
+        """What changed by a message of this life of ``peer``, which may have been under way for long."""
+        watched = self._peers.get(peer)
+        if watched is None or life in watched.former:
+            return []
+        return [(change, peer) for change in self._meet(watched, life)]
+
     def look(self, now_ns: int, counts: Mapping[str, bytes]) -> list[tuple[Change, str]]:
         """What changed since the last look, given what stands under each peer's key now.
 
@@ -95,10 +103,23 @@ class LeaseWatch:
         if value is None or value == ENDED:
             return self._lose(watched, Change.LOST)
         life, _, count = value.rpartition(b".")
-        changes = [] if watched.life in (None, life) else self._lose(watched, Change.LOST)
-        watched.life = life
+        changes = self._meet(watched, life)
         if count == LEFT:
             return changes + self._lose(watched, Change.LEFT)
+        if not watched.held:
+            watched.held = True
+            changes.append(Change.FOUND)
+        return changes
+
+    def _meet(self, watched: _Watched, life: bytes) -> list[Change]:
+        """A life shows itself. Another one than before means that the one before is over."""
+        if life == watched.life:
+            return []
+        changes = []
+        if watched.life is not None:
+            watched.former.add(watched.life)
+            changes = self._lose(watched, Change.LOST)
+        watched.life, watched.silent_ns = life, 0
         if not watched.held:
             watched.held = True
             changes.append(Change.FOUND)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.cli.chrome_trace import chrome_trace, dumps
+from weightsync.cli.losses import commit_row, return_rows
 from weightsync.cli.record import RunRecord
 from weightsync.cli.scenario import Scenario
 from weightsync.cli.tables import CheckRow, VersionRow, in_order, verdict_text
@@ -68,6 +69,7 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
         "updates": [_update(outcome, record, elements) for outcome in record.outcomes],
         "phases_ns": phases_ns(record),
         "phases_by_rank_ns": {rank: _ordered(record.trace.phase_ns(rank)) for rank in record.trace.ranks()},
+        "events": record.events,
         "verbs": {rank: dict(sorted(record.trace.verbs(rank).items())) for rank in record.trace.ranks()},
         "checks": [asdict(row) for row in checks],
         "verdict": {"ok": all(row.ok for row in checks), "text": verdict(record, scenario.values)},
@@ -91,13 +93,13 @@ def phases_ns(record: RunRecord) -> dict[str, int]:
 
 
 def check_rows(record: RunRecord) -> list[CheckRow]:
-    """Every check of the run, in the order in which they were made: commits, bytes on every rank, races."""
+    """Every check of the run, in order: commits, bytes on every rank, returns of lost rollouts, races."""
     rows = []
     for outcome in record.outcomes:
-        reason = "" if outcome.committed else f"not committed: {outcome.reason}"
-        rows.append(CheckRow(f"update {outcome.update} commits", outcome.committed, reason))
+        rows.append(commit_row(outcome, record))
         if outcome.committed:
             rows += [one.check for one in record.audits if one.version == outcome.version]
+    rows += return_rows(record)
     if record.races is not None:
         rows.append(CheckRow("no read races a write", not record.races, "; ".join(record.races)))
     return rows
@@ -184,6 +186,8 @@ def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any
         "kind": kind,
         "members": list(outcome.members),
         "full": list(outcome.full),
+        "gone": list(outcome.gone),
+        "rejoined": list(outcome.rejoined),
         "changed": changed,
         "elements": elements,
         "density": row.density,

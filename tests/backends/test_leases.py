@@ -57,10 +57,11 @@ def test_another_life_under_a_lease_that_is_held_is_a_loss_and_a_return() -> Non
     assert watch.look(200, {"b": b"2.2", "c": b"1.3"}) == []
 
 
-def test_another_life_that_left_already_is_told_as_one_loss() -> None:
+def test_another_life_that_left_already_came_and_left() -> None:
     watch = watch_of_two()
     watch.look(0, {"b": b"1.1", "c": b"1.1"})
-    assert watch.look(100, {"b": b"2.left", "c": b"1.2"}) == [(Change.LOST, "b")]
+    came_and_left = [Change.LOST, Change.FOUND, Change.LEFT]
+    assert watch.look(100, {"b": b"2.left", "c": b"1.2"}) == [(change, "b") for change in came_and_left]
 
 
 def test_an_ended_process_is_lost_at_once_and_its_mail_stays_its_own_until_another_is_there() -> None:
@@ -84,3 +85,24 @@ def test_to_a_process_that_starts_later_an_ended_peer_is_nobody_yet() -> None:
     assert watch.life("b") is None
     assert watch.look(1000, {"b": ENDED, "c": next(alive)}) == [(Change.LOST, "b")]
     assert watch.look(1100, {"b": b"2.1", "c": next(alive)}) == [(Change.FOUND, "b")]
+
+
+def test_a_message_tells_of_another_life_before_its_lease_does_and_an_old_message_tells_nothing() -> None:
+    watch = watch_of_two()
+    assert watch.heard("b", b"1") == []
+    assert watch.life("b") == b"1"
+    assert watch.look(0, {"b": b"1.1", "c": b"1.1"}) == []
+    assert watch.heard("b", b"2") == [(Change.LOST, "b"), (Change.FOUND, "b")]
+    assert watch.look(100, {"b": b"2.1", "c": b"1.2"}) == []
+    assert watch.heard("b", b"1") == []
+    assert watch.life("b") == b"2"
+    assert watch.heard("stranger", b"1") == []
+
+
+def test_a_message_of_a_process_that_ended_is_no_return() -> None:
+    watch = watch_of_two()
+    watch.look(0, {"b": b"1.1", "c": b"1.1"})
+    assert watch.look(100, {"b": ENDED, "c": b"1.2"}) == [(Change.LOST, "b")]
+    assert watch.heard("b", b"1") == []
+    assert watch.heard("b", b"2") == [(Change.FOUND, "b")]
+    assert watch.look(200, {"b": b"2.1", "c": b"1.3"}) == []

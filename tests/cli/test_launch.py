@@ -14,7 +14,8 @@ import pytest
 
 from weightsync.backends.store import host_store
 from weightsync.cli.desk import GONE, Desk
-from weightsync.cli.launch import Processes, RankDied, run_gloo
+from weightsync.cli.launch import run_gloo
+from weightsync.cli.processes import Processes, RankDied
 from weightsync.cli.rank_run import Errand
 from weightsync.cli.record import RunRecord
 from weightsync.cli.result import check_rows, make_result
@@ -167,7 +168,7 @@ def test_words_are_heard_once_whoever_is_early_and_nobody_waits_for_the_gone() -
         desk.tell(["lead"], "ready", number=7)
     assert {word["number"] for word in lead.hear_all("abc", "ready").values()} == {7}
     a.tell(["lead"], "stepped")
-    c.tell(["lead"], GONE, rank="c")
+    c.tell(["lead"], GONE, rank="c", again=False)
     assert sorted(lead.hear_all("abc", "stepped")) == ["a", "b"]
     a.tell(["lead"], "stepped")
     with pytest.raises(DeadlineExceeded, match="'stepped' of b"):
