@@ -36,6 +36,11 @@ async def find_members(trainer: Trainer, deadline_ns: int) -> Mapping[str, Any]:
     for rollout, reply in zip(here, await trainer.fanout.settle(calls, deadline_ns), strict=True):
         if isinstance(reply, Mapping):
             reports[rollout.number] = reply
+            if (
+                reply["new"] and rollout.number in trainer.greeted
+            ):  # replaced before anybody missed the one before
+                trainer.gone.setdefault(rollout.number, f"{rollout.leader} is a new process")
+            trainer.greeted.add(rollout.number)
             continue
         peer = reply.peer if isinstance(reply, PeerLost) else getattr(reply, "lost", None)
         if peer is not None:

@@ -118,7 +118,7 @@ class Rollout(Receiver):
         self.verbs.update = request.body["update"]
         await self.end_update("a new group epoch began")
         await self.close_groups()
-        self.epoch = epoch
+        new, self.epoch = self.epoch == 0, epoch
         self.highest = max(
             self.highest, request.body.get("highest", 0)
         )  # a new process has tried nothing yet
@@ -131,7 +131,7 @@ class Rollout(Receiver):
         if self.leader and self.dirty is None and not self.resumed:
             await self.resume()
         return {
-            "version": self.version, "dirty": self.dirty, "highest": self.highest,
+            "version": self.version, "dirty": self.dirty, "highest": self.highest, "new": new,
             "digest": wrap(digest + sum(report["digest"] for report in reports)),
         }  # fmt: skip
 

@@ -55,6 +55,7 @@ class Trainer:
         self.behind: tuple[int, ...] = ()
         self.gone: dict[int, str] = {}
         self.losses: dict[RankId, int] = {}
+        self.greeted: set[int] = set()
         self.rejoined: tuple[int, ...] = ()
         self.groups: list[Group] = []
         self.job: Job | None = None
