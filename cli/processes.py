@@ -119,8 +119,8 @@ class Processes:
                 raise DeadlineExceeded(
                     f"the run, in which {', '.join(map(str, sorted(left)))} still works,"
                 ) from None
-            if process is not self.running[rank]:
-                continue  # one that was replaced
+            if process is not self.running[rank] or rank not in left:
+                continue  # one that was replaced, or left out
             if isinstance(event, str):
                 self.over = int(event)
                 progress(self.over)

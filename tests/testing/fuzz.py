@@ -84,7 +84,7 @@ def awaits(protocol: Protocol = Protocol(), **settings: object) -> dict[str, int
 
 
 def seeded_cases(seeds: Iterable[int], counts: dict[str, int]) -> Iterable[Case]:
-    """One case per seed: one or two faults, perhaps a restart, both ways to receive, groups that break at once or late."""
+    """One case per seed: a fault or two, perhaps a restart; both ways to receive; groups that break at once or late."""
     for seed in seeds:
         receive = "stream" if seed % 2 else "stage"
         yield Case(drawn(counts, seed), seed=seed, receive=receive, detect_ms=40 if seed % 4 > 1 else 0)
