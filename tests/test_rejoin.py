@@ -14,6 +14,7 @@ from weightsync.backends.inprocess import InprocessWorld
 from weightsync.reference.control import Request
 from weightsync.reference.errors import PeerLost, StaleVersion
 from weightsync.reference.members import RankId
+from weightsync.reference.params import int_view
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.target import Target
@@ -22,7 +23,7 @@ from weightsync.sim.faults import Fault, Restart, returning
 from weightsync.testing.faults import FaultRun
 from weightsync.testing.fuzz import Case, awaits, violations
 from weightsync.testing.inprocess_run import Generating, InprocessRun, WholeTensors
-from weightsync.testing.tiny import SETTINGS
+from weightsync.testing.tiny import SETTINGS, tiny_deployment, tiny_shards
 from weightsync.testing.wrong_protocols import LostForEver, NewTakenForOld
 
 LEASE = replace(SETTINGS, connect_ns=10**9, update_ns=10**9, lease_ns=10**10, patience_ns=10**11)
@@ -183,6 +184,37 @@ def test_orders_for_the_process_before_are_refused_by_the_next_one_which_then_jo
 
     back = asyncio.run(story())
     assert (back.committed, sorted(back.members), back.full, back.rejoined) == (True, [0, 1], (1,), (1,))
+
+
+@pytest.mark.parametrize(("slow", "full"), [("rollout1.0", (1,)), ("rollout1.1", ())])
+def test_a_rollout_with_a_slow_rank_is_taken_back_by_all_its_ranks(slow: str, full: tuple[int, ...]) -> None:
+    """A rank that lost its leader is dirty, so that rollout needs everything; one that lost a follower does not."""
+
+    async def story() -> list[Outcome]:
+        async with InprocessRun(tiny_deployment(), settings=LEASE) as run:
+            world: Any = run.lead.verbs.control
+            outcomes = []
+            for step in range(4):
+                for told in ("lost", "found") if step == 2 else ():
+                    for name, control in world.transport.controls.items():
+                        if name != slow:
+                            getattr(control, told)(slow)
+                    for _ in range(10):  # until whoever waits has heard of it
+                        await asyncio.sleep(0)
+                for params, shards in zip(run.params, tiny_shards(0, step), strict=True):
+                    for name, shard in shards.items():
+                        int_view(params[name].data).copy_(int_view(shard.data))
+                outcomes.append(await run.push())
+                run.look()
+            assert run.violations == []
+            assert all(run.differences(rank) == [] for rank in run.rollouts)
+            assert all(rollout.dirty is None for rollout in run.rollouts.values())
+            return outcomes
+
+    outcomes = asyncio.run(story())
+    assert all(outcome.committed for outcome in outcomes)
+    assert [outcome.rejoined for outcome in outcomes] == [(), (), (1,), ()]
+    assert (sorted(outcomes[2].members), outcomes[2].full) == ([0, 1], full)
 
 
 def test_with_fail_a_loss_still_ends_the_run() -> None:
