@@ -1,6 +1,7 @@
 """The control plane of one rank over a store: an inbox, a thread that reads it, one that writes and keeps the lease.
 
 Messages wait in a queue per rank on the store, so they arrive in order, once, whether or not the receiver runs yet.
+The queue outlives a process: what was meant for one that is gone is dropped by the one in its place.
 Nothing here blocks the rank's loop.
 """
 
@@ -17,12 +18,26 @@ from typing import Any
 
 from weightsync.backends.asyncio_clock import AsyncioClock
 from weightsync.backends.envelopes import Envelopes, Rejected
-from weightsync.backends.leases import BEATS_PER_LEASE, LEFT, Change, LeaseWatch
+from weightsync.backends.leases import BEATS_PER_LEASE, ENDED, LEFT, Change, LeaseWatch
 from weightsync.backends.store import Store, StoreTimeout, client_of, push
 from weightsync.reference.control import Message
 
 WAKE = b""
 """Pushed by a rank into its own inbox, so that its reader looks whether it shall stop."""
+
+
+def end_lease(store: Store, prefix: str, rank: str) -> None:
+    """Tell every rank that the process of ``rank`` has ended, before another one is started in its place.
+
+    For whoever started it and saw it end. Without this word its peers wait for its lease to end, and a process that
+    starts later takes that old lease for a rank that is silent.
+
+    Args:
+        store: the run's store.
+        prefix: of every key.
+        rank: name of the rank.
+    """
+    store.set(f"{prefix}/lease/{rank}", ENDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,7 @@ class Events:
     Attributes:
         deliver: a message came in.
         lost: a peer's lease ended, or it left in order and its last message was delivered.
-        found: a lost peer is back.
+        found: a lost peer is back, or another process in its place.
     """
 
     deliver: Callable[[Message], None]
@@ -44,6 +59,14 @@ class Events:
 class _Letter:
     peer: str
     frozen: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """Which process of a peer wrote what was just read; the thread that writes holds what is known of the peers."""
+
+    peer: str
+    life: bytes
 
 
 class StoreMail:
@@ -61,6 +84,7 @@ class StoreMail:
 
     Attributes:
         rejected: messages that were dropped: unsigned, wrongly signed, or repeated.
+        outlived: messages that were dropped because they were meant for a former process of this rank.
         failure: why the store is out of reach, or None.
     """
 
@@ -71,6 +95,7 @@ class StoreMail:
         self.me = me
         self.clock = clock
         self.rejected = 0
+        self.outlived = 0
         self.failure: Exception | None = None
         self._store = store
         self._prefix = prefix
@@ -79,7 +104,8 @@ class StoreMail:
         self._envelopes = Envelopes(me, secret)
         self._events: Events
         self._beats = 0
-        self._out: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+        self._lives: dict[str, bytes] = {}
+        self._out: queue.SimpleQueue[_Letter | _Heard | None] = queue.SimpleQueue()
         self._stopping = False
         self._leaving = False
         self._threads = [
@@ -146,21 +172,28 @@ class StoreMail:
                 continue
             if self._stopping or letter is None:
                 break
-            self._push(client, letter)
+            if isinstance(letter, _Heard):
+                self._tell_all(client, self._watch.heard(letter.peer, letter.life))
+            else:
+                self._push(client, letter)
         if self._leaving and not self._stopping:
-            client.set(self._lease(self.me), f"{self._envelopes.life:x}.".encode() + LEFT)
+            client.set(self._lease(self.me), f"{self._envelopes.life}.".encode() + LEFT)
         self._stopping = True
         push(client, self._inbox(self.me), WAKE)
 
     def _take(self, raw: bytes) -> None:
         try:
-            sender, message = self._envelopes.unwrap(raw)
+            sender, life, message = self._envelopes.unwrap(raw)
         except Rejected as rejected:
             self.rejected += 1
             logging.getLogger(__name__).error("%s dropped: %s", self.me, rejected)
             return
         if message is None:
+            self.outlived += 1
             return
+        if self._lives.get(sender) != life:
+            self._lives[sender] = life
+            self._out.put(_Heard(sender, life))
         if sender == self.me and message["kind"] == Change.LEFT.value:
             self._tell(self._events.lost, message["peer"])
         else:
@@ -168,11 +201,14 @@ class StoreMail:
 
     def _beat(self, client: Store, now_ns: int) -> None:
         self._beats += 1
-        client.set(self._lease(self.me), f"{self._envelopes.life:x}.{self._beats}".encode())
+        client.set(self._lease(self.me), f"{self._envelopes.life}.{self._beats}".encode())
         peers = list(self._watch.seen)
         peers += [peer for peer in self._watch.unseen if client.check([self._lease(peer)])]
         counts = client.multi_get([self._lease(peer) for peer in peers]) if peers else []
-        for change, peer in self._watch.look(now_ns, dict(zip(peers, counts, strict=True))):
+        self._tell_all(client, self._watch.look(now_ns, dict(zip(peers, counts, strict=True))))
+
+    def _tell_all(self, client: Store, changes: Sequence[tuple[Change, str]]) -> None:
+        for change, peer in changes:
             if change is Change.LEFT:
                 # What it sent before it left is in the inbox by now; the news goes behind it.
                 frozen = json.dumps({"kind": Change.LEFT.value, "peer": peer}).encode()
@@ -183,7 +219,9 @@ class StoreMail:
                 self._tell(self._events.found, peer)
 
     def _push(self, client: Store, letter: _Letter) -> None:
-        push(client, self._inbox(letter.peer), self._envelopes.wrap(letter.peer, letter.frozen))
+        life = self._watch.life(letter.peer)
+        envelope = self._envelopes.wrap(letter.peer, letter.frozen, None if life is None else life.decode())
+        push(client, self._inbox(letter.peer), envelope)
 
     def _give_up(self, error: Exception) -> None:
         """The store is gone, so nobody can be reached any more."""

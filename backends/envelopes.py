@@ -22,12 +22,16 @@ class Rejected(WeightSyncError):
 class Envelopes:
     """One rank's way to wrap and unwrap control messages.
 
-    The numbers of its calls are made unique to this life of the rank, so that a reply to a former rank of the same
-    name is told apart from a reply to this one.
+    A process that is started in a rank's place is another life of it, with the same name and the same inbox. So
+    an envelope says which life it is for, as far as its sender knows, and the numbers of calls are unique to a life:
+    neither an order nor a reply for a former life is taken for one to this.
 
     Args:
         me: name of this rank.
         secret: shared by all ranks of a run, at least 16 bytes; who knows it may give orders.
+
+    Attributes:
+        life: 12 hex digits, other ones for each process.
 
     Raises:
         WeightSyncError: the secret is too short.
@@ -40,26 +44,32 @@ class Envelopes:
                 "make one per run with secrets.token_bytes(32) and give it to every rank"
             )
         self.me = me
-        self.life = secrets.randbits(48)
+        self.life = f"{secrets.randbits(48):012x}"
         self._secret = secret
         self._sent = 0
-        self._received: dict[tuple[str, int], int] = {}
+        self._received: dict[tuple[str, str], int] = {}
 
     def freeze(self, message: Message) -> bytes:
         """The message as JSON: later changes of it do not reach what is sent."""
         if message.get("kind") == "request" and message.get("number") is not None:
-            message = {**message, "number": (self.life << _NUMBER_BITS) | message["number"]}
+            message = {**message, "number": (int(self.life, 16) << _NUMBER_BITS) | message["number"]}
         return json.dumps(message, separators=(",", ":")).encode()
 
-    def wrap(self, to: str, frozen: bytes) -> bytes:
-        """The envelope of one message to ``to``. One thread wraps, in the order of sending."""
+    def wrap(self, to: str, frozen: bytes, life: str | None = None) -> bytes:
+        """The envelope of one message to ``to``. One thread wraps, in the order of sending.
+
+        Args:
+            to: name of the rank.
+            frozen: what ``freeze`` made.
+            life: which life of that rank it is for; None for whichever reads it.
+        """
         self._sent += 1
-        head = {"from": self.me, "life": self.life, "count": self._sent}
+        head = {"from": self.me, "life": self.life, "count": self._sent, "for": life}
         text = json.dumps(head, separators=(",", ":")).encode() + b"\n" + frozen
         return self._mac(to, text) + text
 
-    def unwrap(self, raw: bytes) -> tuple[str, Message | None]:
-        """Sender and message of an envelope to this rank; None for a reply that a former life asked for.
+    def unwrap(self, raw: bytes) -> tuple[str, bytes, Message | None]:
+        """Sender, its life, and the message to this rank; None for one that is meant for a former life of it.
 
         One thread unwraps, in the order of arrival.
 
@@ -81,11 +91,13 @@ class Envelopes:
                 f"control message {count} of {sender} came after its message {last}; it is a repetition"
             )
         self._received[sender, life] = count
+        if envelope["for"] not in (None, self.life):
+            return sender, life.encode(), None
         if message.get("kind") == "reply":
-            if message["number"] >> _NUMBER_BITS != self.life:
-                return sender, None
+            if message["number"] >> _NUMBER_BITS != int(self.life, 16):
+                return sender, life.encode(), None
             message["number"] &= (1 << _NUMBER_BITS) - 1
-        return sender, message
+        return sender, life.encode(), message
 
     def _mac(self, to: str, text: bytes) -> bytes:
         return hmac.digest(self._secret, to.encode() + b"\0" + text, "sha256")

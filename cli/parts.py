@@ -68,6 +68,11 @@ def seeded(scenario: Scenario, seed: int | None) -> Scenario:
     return scenario.model_copy(update={"workload": scenario.workload.model_copy(update={"seed": seed})})
 
 
+def without_kill(scenario: Scenario) -> Scenario:
+    """The scenario as a backend can run it that has no process per rank."""
+    return scenario.model_copy(update={"faults": scenario.faults.model_copy(update={"kill": None})})
+
+
 def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple[int, ...]:
     """Elements of each of the plan's pieces that change in ``step``, from 1, drawn at ``workload.density``.
 

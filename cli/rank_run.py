@@ -21,8 +21,9 @@ from weightsync.backends.asyncio_clock import AsyncioClock
 from weightsync.backends.gloo import GlooWorld
 from weightsync.backends.store import client_of
 from weightsync.cli import parts, verify
-from weightsync.cli.desk import Desk
+from weightsync.cli.desk import READY, Desk
 from weightsync.cli.record import RankRecord
+from weightsync.cli.returns import await_returns
 from weightsync.cli.rl.engine import TokenTurns
 from weightsync.cli.rl.learner import Learner
 from weightsync.cli.rl.parallel import TensorParallel
@@ -157,16 +158,18 @@ class TrainerRun(RankRun):
         """Step, wait for the others, push, audit; then release the rollouts."""
         half = parts.trainer_half(self.scenario, self.deployment, verbs)
         if self.me == self.lead:
-            heard = await asyncio.to_thread(self.desk.hear_all, self.others, "ready")
-            absent = [str(rank) for rank in self.others if str(rank) not in heard]
-            if absent:
+            await asyncio.to_thread(self.desk.hear_all, self.others, READY)
+            await asyncio.to_thread(self.desk.all_back)
+            if self.desk.gone:
                 raise WeightSyncError(
-                    f"{', '.join(absent)} ended before the first update; start the run anew"
+                    f"{', '.join(sorted(self.desk.gone))} ended before the first update; start the run anew"
                 )
         else:
-            self.desk.tell([self.lead], "ready")
+            self.desk.tell([self.lead], READY)
         try:
             for done in range(self.scenario.workload.steps):
+                if self.me == self.lead and done == self.scenario.workload.steps - 1:
+                    await await_returns(self.scenario, self.desk, half)
                 await asyncio.to_thread(self._step, done + 1)
                 await asyncio.to_thread(self._meet)
                 await parts.push(half, self.record)
@@ -218,11 +221,14 @@ class TrainerRun(RankRun):
         members = [
             rank for number in sorted(outcome.members) for rank in self.deployment.rollouts[number].ranks
         ]
+        self.desk.catch_up()
         self.desk.tell(members, "audit", version=outcome.version)
         words = self.desk.hear_all(members, "audited")
         file.unlink()
         for rank in (one for one in members if str(one) in words):
             found = words[str(rank)]["audit"]
+            if not words[str(rank)]["took_part"] and str(rank) in self.desk.ever_gone:
+                continue  # the process that committed this version has ended
             self.record.audits.append(verify.Audit(**{**found, "differences": tuple(found["differences"])}))
 
 
@@ -232,6 +238,8 @@ class RolloutRun(RankRun):
     def local(self) -> Target:
         """The weights of this rank, zero before the first update."""
         self.target = parts.blank_target(self.deployment, self.me)
+        # Said before its lease begins, so that whoever finds it there has been told: its mail waits meanwhile.
+        self.desk.tell([self.lead], READY)
         return self.target
 
     async def program(self, verbs: Verbs) -> None:
@@ -242,7 +250,6 @@ class RolloutRun(RankRun):
 
     def _answer(self, half: Rollout) -> None:
         sampling = self._sampling(half)
-        self.desk.tell([self.lead], "ready")
         while True:
             word = self.desk.hear()
             if sampling is not None and word["op"] == GENERATE:
@@ -255,7 +262,8 @@ class RolloutRun(RankRun):
             export: dict[str, Tensor] = load_file(self.errand.export_file(version))
             expected = self.deployment.weights(self.me, export)
             audit = verify.audit(version, half, self.target, expected)
-            self.desk.tell([self.lead], "audited", audit=asdict(audit))
+            took_part = half.highest >= version
+            self.desk.tell([self.lead], "audited", audit=asdict(audit), took_part=took_part)
 
     def _sampling(self, half: Rollout) -> SamplingRank | None:
         work, folder, world = self.scenario.workload, self.errand.checkpoint, self.world

@@ -10,6 +10,9 @@ from weightsync.cli.verify import Audit
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trace import Span, Trace
 
+Event = dict[str, Any]
+"""Something that happened to a rollout during a run; see ``losses``."""
+
 
 @dataclass
 class RankRecord:
@@ -63,6 +66,7 @@ class RunRecord:
         audits: what every rollout rank held after each committed version, in order.
         races: what the read/write ledger found; None where there is no ledger.
         conditions: in a few words, what the times depend on.
+        events: rollouts that were lost, restarted, left out, and that rejoined; in order.
     """
 
     backend: str
@@ -73,6 +77,7 @@ class RunRecord:
     races: Sequence[str] | None = None
     conditions: str = ""
     job: Trace = field(default_factory=Trace)
+    events: list[Event] = field(default_factory=list)
 
     @property
     def curve(self) -> list[dict[str, float]]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from weightsync.cli.chrome_trace import chrome_trace, dumps
 from weightsync.cli.lanes import pauses
+from weightsync.cli.losses import commit_row, return_rows
 from weightsync.cli.per_update import tensors_sent, update_times
 from weightsync.cli.record import RunRecord
 from weightsync.cli.scenario import Scenario
@@ -77,6 +78,7 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
         "phases_ns": phases_ns(record),
         "job_ns": _ordered(record.job.phase_ns()),
         "phases_by_rank_ns": {rank: _ordered(record.trace.phase_ns(rank)) for rank in record.trace.ranks()},
+        "events": record.events,
         "verbs": {rank: dict(sorted(record.trace.verbs(rank).items())) for rank in record.trace.ranks()},
         "checks": [asdict(row) for row in checks],
         "verdict": {"ok": all(row.ok for row in checks), "text": verdict(record, scenario.values)},
@@ -100,14 +102,14 @@ def phases_ns(record: RunRecord) -> dict[str, int]:
 
 
 def check_rows(record: RunRecord) -> list[CheckRow]:
-    """Every check of the run: per update its commit, the bytes of every rank and their digest; then races."""
+    """Every check of the run: per update its commit, every rank's bytes and digest; then returns, then races."""
     rows = []
     for outcome in record.outcomes:
-        reason = "" if outcome.committed else f"not committed: {outcome.reason}"
-        rows.append(CheckRow(f"update {outcome.update} commits", outcome.committed, reason))
+        rows.append(commit_row(outcome, record))
         if outcome.committed:
             rows += [one.check for one in record.audits if one.version == outcome.version]
             rows += _digest_rows(outcome, record)
+    rows += return_rows(record)
     if record.races is not None:
         rows.append(CheckRow("no read races a write", not record.races, "; ".join(record.races)))
     return rows
@@ -224,6 +226,8 @@ def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any
         "kind": kind,
         "members": list(outcome.members),
         "full": list(outcome.full),
+        "gone": list(outcome.gone),
+        "rejoined": list(outcome.rejoined),
         "changed": changed,
         "elements": elements,
         "density": row.density,

@@ -66,6 +66,8 @@ def run(
             raise ScenarioError(
                 f"values = false counts bytes without moving them, but {backend} moves them; take sim"
             )
+    if backend != "gloo" and scenario.faults.kill is not None:
+        raise ScenarioError(f"faults.kill needs --backend gloo; on {backend} there is no process to kill")
     scenario = parts.seeded(scenario, seed)
     if backend == "gloo":
         return run_gloo(scenario, progress)

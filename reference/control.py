@@ -7,13 +7,14 @@ TCPStore and in simulated time.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weightsync.reference.clock import Clock, Future
 from weightsync.reference.errors import DeadlineExceeded, PeerLost, RemoteError
+from weightsync.reference.verdict import Verdict, Vote, verdict_from, verdict_message
 
 Message = dict[str, Any]
 """A JSON-able message: only dicts with string keys, lists, strings, ints, booleans and None. Never pickled."""
@@ -48,43 +49,6 @@ class Request:
     deadline_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """One rank's status at the end of a stage: ``ok``, its reason when not, and data for the others."""
-
-    ok: bool
-    reason: str = ""
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks of a group leave a stage with; decided by the group's first rank alone.
-
-    Attributes:
-        votes: the votes that arrived in time, by rank name.
-        missing: ranks whose vote did not arrive by the deadline.
-        lost: the missing ranks whose lease had ended.
-    """
-
-    votes: Mapping[str, Vote]
-    missing: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """True when everybody voted, and voted yes."""
-        return not self.missing and all(vote.ok for vote in self.votes.values())
-
-    @property
-    def reason(self) -> str:
-        """The reasons of those who voted no, and the names of those who did not vote."""
-        said = [f"{name}: {vote.reason}" for name, vote in self.votes.items() if not vote.ok]
-        for name in self.missing:
-            said.append(f"{name} was lost" if name in self.lost else f"{name} gave no vote by the deadline")
-        return "; ".join(said)
-
-
 @dataclass
 class _Ballot:
     votes: dict[str, Vote] = field(default_factory=dict)
@@ -111,6 +75,8 @@ class Control:
         self._server: Future | None = None
         self._ballots: dict[str, _Ballot] = {}
         self._lost: dict[str, bool] = {}
+        self._losses: Counter[str] = Counter()
+        self._back: Future | None = None
 
     # ---- events in -------------------------------------------------------------------------------------------
 
@@ -132,12 +98,13 @@ class Control:
             self._take_vote(message)
         elif kind == "verdict":
             ballot = self._ballot(message["key"])
-            ballot.verdict = ballot.verdict or _verdict_from(message)
+            ballot.verdict = ballot.verdict or verdict_from(message)
             self._wake(ballot.wake)
 
     def lost(self, peer: str) -> None:
         """The lease of ``peer`` ended: everything that waits for it fails now, naming it."""
         self._lost[peer] = True
+        self._losses[peer] += 1
         for name, future in list(self._calls.values()):
             if name == peer:
                 future.set_exception(PeerLost(peer, "call"))
@@ -146,12 +113,26 @@ class Control:
             self._wake(ballot.wake)
 
     def found(self, peer: str) -> None:
-        """The lease of ``peer`` is held again."""
+        """The lease of ``peer`` is held again, by the same process or by another one in its place."""
         self._lost[peer] = False
+        self._wake(self._back)
 
     def is_lost(self, peer: str) -> bool:
         """True while the lease of ``peer`` is over."""
         return self._lost.get(peer, False)
+
+    def losses(self, peer: str) -> int:
+        """How often the lease of ``peer`` ended so far; between equal answers it was held."""
+        return self._losses[peer]
+
+    async def until_found(self, peers: Sequence[str], deadline_ns: int) -> None:
+        """Return while no lease of ``peers`` is over. DeadlineExceeded at ``deadline_ns``."""
+        while missing := [peer for peer in peers if self.is_lost(peer)]:
+            self._back = self.clock.future()
+            try:
+                await self.clock.wait(self._back, deadline_ns)
+            except TimeoutError:
+                raise DeadlineExceeded(f"the return of {', '.join(missing)}") from None
 
     # ---- what the verbs do -----------------------------------------------------------------------------------
 
@@ -266,13 +247,13 @@ class Control:
             )
             for name in members:
                 if name != self.me:
-                    self.transport.put(name, _verdict_message(key, ballot.verdict))
+                    self.transport.put(name, verdict_message(key, ballot.verdict))
         return ballot.verdict
 
     def _take_vote(self, message: Message) -> None:
         ballot = self._ballot(message["key"])
         if ballot.verdict is not None:
-            self.transport.put(message["from"], _verdict_message(message["key"], ballot.verdict))
+            self.transport.put(message["from"], verdict_message(message["key"], ballot.verdict))
             return
         ballot.votes.setdefault(message["from"], Vote(message["ok"], message["reason"], message["data"]))
         self._wake(ballot.wake)
@@ -294,21 +275,3 @@ class Control:
     def _wake(future: Future | None) -> None:
         if future is not None:
             future.set_result(None)
-
-
-def _verdict_message(key: str, verdict: Verdict) -> Message:
-    votes = {
-        name: {"ok": v.ok, "reason": v.reason, "data": dict(v.data)} for name, v in verdict.votes.items()
-    }
-    return {
-        "kind": "verdict",
-        "key": key,
-        "votes": votes,
-        "missing": list(verdict.missing),
-        "lost": list(verdict.lost),
-    }
-
-
-def _verdict_from(message: Message) -> Verdict:
-    votes = {name: Vote(v["ok"], v["reason"], v["data"]) for name, v in message["votes"].items()}
-    return Verdict(votes, tuple(message["missing"]), tuple(message["lost"]))

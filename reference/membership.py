@@ -1,8 +1,12 @@
-"""Connecting: who takes part in an update, and who must be sent everything. The lead's decisions."""
+"""Connecting: who takes part in an update, and who must be sent everything. The lead's decisions.
+
+A rollout that was lost takes part again once the leases of all its ranks are held and it answers ``hello``, be it
+by the processes that were slow or by new ones. Its answer tells what it holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.reference.errors import PeerLost, WeightSyncError
@@ -13,48 +17,89 @@ if TYPE_CHECKING:
 
 
 async def find_members(trainer: Trainer, deadline_ns: int) -> Mapping[str, Any]:
-    """The lead's word on connecting: epoch, members, who is behind, and the slot that the others hold.
+    """The lead's word on connecting: epoch, members, who is behind, who is gone, and the slot that the others hold.
 
-    The epoch is the present one while every member is there and nobody came back.
+    The epoch is the present one while every member is there, was never lost meanwhile, and nobody came back.
     """
-    gone = _find_lost(trainer)
-    absent = [r for n, r in trainer.rollouts.items() if n not in trainer.members and n not in trainer.gone]
-    complete = bool(trainer.members) and not any(str(number) in gone for number in trainer.members)
+    lost = _find_lost(trainer)
+    here = [rollout for rollout in trainer.rollouts.values() if not _is_lost(trainer, rollout)]
+    absent = [rollout for rollout in here if rollout.number not in trainer.members]
+    complete = bool(trainer.members) and not lost.intersection(trainer.members)
     if complete and not await _anyone_back(trainer, absent, deadline_ns):
-        return {"epoch": trainer.epoch, "highest": trainer.highest, "gone": gone}
+        return {"epoch": trainer.epoch, "highest": trainer.highest, "gone": _told(trainer)}
     epoch, reports = trainer.epoch + 1, {}
-    body = {"epoch": epoch, "fingerprint": trainer.plan.fingerprint, "update": trainer.updates}
-    candidates = [r for n, r in trainer.rollouts.items() if n not in trainer.gone and str(n) not in gone]
-    calls = [trainer.fanout.ask(rollout.leader, "hello", body, deadline_ns) for rollout in candidates]
-    for rollout, reply in zip(candidates, await trainer.fanout.settle(calls, deadline_ns), strict=True):
+    body = {
+        "epoch": epoch, "fingerprint": trainer.plan.fingerprint, "update": trainer.updates,
+        "highest": trainer.highest,
+    }  # fmt: skip
+    calls = [trainer.fanout.ask(rollout.leader, "hello", body, deadline_ns) for rollout in here]
+    for rollout, reply in zip(here, await trainer.fanout.settle(calls, deadline_ns), strict=True):
         if isinstance(reply, Mapping):
             reports[rollout.number] = reply
+            if (
+                reply["new"] and rollout.number in trainer.greeted
+            ):  # replaced before anybody missed the one before
+                trainer.gone.setdefault(rollout.number, f"{rollout.leader} is a new process")
+            trainer.greeted.add(rollout.number)
             continue
-        lost = reply.peer if isinstance(reply, PeerLost) else getattr(reply, "lost", None)
-        if lost is not None:
+        peer = reply.peer if isinstance(reply, PeerLost) else getattr(reply, "lost", None)
+        if peer is not None:
             if trainer.settings.on_rollout_loss == "fail":
-                raise PeerLost(lost, "connect")
-            gone[str(rollout.number)] = str(reply)
+                raise PeerLost(peer, "connect")
+            trainer.gone[rollout.number] = str(reply)
     if not reports:
-        raise WeightSyncError(f"none of {len(candidates)} rollouts answered hello; look at their status")
+        raise WeightSyncError(
+            f"none of {len(trainer.rollouts)} rollouts answered hello, {len(here)} of which hold their leases; "
+            "look at their status"
+        )
     slot = _best_slot(trainer, list(reports.values()))
     behind = [n for n, report in reports.items() if slot is None or _slot_of(trainer, report) != slot]
     highest = max([trainer.highest, *(report["highest"] for report in reports.values())])
     return {
-        "epoch": epoch, "highest": highest, "members": list(reports), "behind": behind, "slot": slot, "gone": gone,
+        "epoch": epoch, "highest": highest, "members": list(reports), "behind": behind, "slot": slot,
+        "gone": _told(trainer),
     }  # fmt: skip
 
 
-def _find_lost(trainer: Trainer) -> dict[str, str]:
-    """Numbers of rollouts with a rank whose lease ended since they took part, and why."""
-    gone: dict[str, str] = {}
+async def until_back(trainer: Trainer, numbers: Iterable[int], deadline_ns: int) -> None:
+    """Return once these rollouts can be taken in again. To be called on the lead, between two updates.
+
+    A leader that answers is the present one: this rank knows by then that the one before it was lost.
+    Raises DeadlineExceeded at ``deadline_ns``.
+    """
+    for number in numbers:
+        rollout, answered = trainer.rollouts[number], False
+        while not answered:
+            await trainer.verbs.until_found(rollout.ranks, deadline_ns)
+            try:
+                await trainer.verbs.call(rollout.leader, "status", {}, deadline_ns)
+                answered = True
+            except PeerLost:
+                continue
+
+
+def _find_lost(trainer: Trainer) -> set[int]:
+    """Numbers of rollouts with a rank that was lost since the last look; they are ``gone`` until they commit."""
+    lost = set()
     for number, rollout in trainer.rollouts.items():
         for rank in rollout.ranks:
-            if number not in trainer.gone and trainer.verbs.is_lost(rank):
-                if trainer.settings.on_rollout_loss == "fail":
-                    raise PeerLost(str(rank), "connect")
-                gone[str(number)] = f"{rank} was lost"
-    return gone
+            before, now = trainer.losses.get(rank, 0), trainer.verbs.losses(rank)
+            trainer.losses[rank] = now
+            if now == before and not trainer.verbs.is_lost(rank):
+                continue
+            if trainer.verbs.is_lost(rank) and trainer.settings.on_rollout_loss == "fail":
+                raise PeerLost(str(rank), "connect")
+            lost.add(number)
+            trainer.gone.setdefault(number, f"{rank} was lost")
+    return lost
+
+
+def _is_lost(trainer: Trainer, rollout: RolloutRef) -> bool:
+    return any(trainer.verbs.is_lost(rank) for rank in rollout.ranks)
+
+
+def _told(trainer: Trainer) -> dict[str, str]:
+    return {str(number): why for number, why in trainer.gone.items()}
 
 
 async def _anyone_back(trainer: Trainer, absent: Sequence[RolloutRef], deadline_ns: int) -> bool:

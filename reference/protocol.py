@@ -69,13 +69,15 @@ class Outcome:
         version: the version number it tried, or None when it ended before one was taken.
         committed: True when every member acknowledged the commit.
         reason: why not, or "".
-        members: numbers of the rollouts that took part.
+        members: numbers of the rollouts that took part; of an update that ended before its start, were to.
         full: numbers of the rollouts that received a full update.
         changed: changed elements over all ranks, or None when nobody received a delta.
         counts: changed elements per checkpoint tensor, or None likewise.
         full_bytes: bytes broadcast as full updates.
         delta_bytes: bytes broadcast as deltas, headers and trailer included.
         digest: digest of the version, signed 64 bit, or None.
+        gone: numbers of the rollouts that were lost and have committed nothing since.
+        rejoined: numbers of the rollouts that were lost before and committed this version.
     """
 
     update: int
@@ -89,6 +91,8 @@ class Outcome:
     full_bytes: int = 0
     delta_bytes: int = 0
     digest: int | None = None
+    gone: tuple[int, ...] = ()
+    rejoined: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.reference.clock import Clock, Task
-from weightsync.reference.control import Control, Request, Verdict, Vote
+from weightsync.reference.control import Control, Request
 from weightsync.reference.errors import DeadlineExceeded
 from weightsync.reference.members import Group, RankId
 from weightsync.reference.seams import Engine, Fabric, Hooks
 from weightsync.reference.steps import Step, run
 from weightsync.reference.trace import Span, Trace
+from weightsync.reference.verdict import Verdict, Vote
 
 __all__ = ["PHASES", "Engine", "Fabric", "Hooks", "Verbs"]
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 PHASES = {
     "connect": "connect", "disconnect": "connect",
     "call": "control", "post": "control", "reply": "control", "agree": "control", "serve": "idle",
-    "spawn": "control", "join": "wait", "cancel": "control",
+    "spawn": "control", "join": "wait", "until_found": "wait", "cancel": "control",
     "pause": "pause_flush", "resume": "continue",
     "snapshot": "snapshot", "diff": "diff", "exchange": "tp_gather", "gather": "tp_gather",
     "encode": "encode", "decode": "decode", "send": "broadcast", "receive": "broadcast",
@@ -169,6 +170,15 @@ class Verbs:
     def is_lost(self, rank: RankId) -> bool:
         """True while the lease of ``rank`` is over, as far as this rank knows. Both sides; not an await."""
         return self.control.is_lost(str(rank))
+
+    def losses(self, rank: RankId) -> int:
+        """How often the lease of ``rank`` ended, as far as this rank knows. Both sides; not an await."""
+        return self.control.losses(str(rank))
+
+    async def until_found(self, ranks: Sequence[RankId], deadline_ns: int) -> None:
+        """Return while no lease of ``ranks`` is over; DeadlineExceeded at ``deadline_ns``. Both sides."""
+        names = [str(rank) for rank in ranks]
+        await self.verb("until_found", lambda: self.control.until_found(names, deadline_ns))
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """Start a task of this rank; join or cancel it. Not an await, so no fault can hit it."""

@@ -33,7 +33,7 @@ class Rollout(Receiver):
 
     Attributes:
         leader: True on the rank that answers for the rollout and pauses and resumes it.
-        lost: name of a rank of this rollout that is lost, or None.
+        watched: whose loss ends its waiting: whoever gives the orders, or, once that rank is lost, the trainer's lead.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class Rollout(Receiver):
         self.leader = verbs.me == self.ranks[0]
         self.followers = self.ranks[1:] if self.leader else ()
         self.master = trainer if self.leader else self.ranks[0]
-        self.lost: str | None = None
+        self.trainer = trainer
+        self.watched = self.master
         self.handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any] | None]]] = {
             "hello": self.hello, "start": self.start, "prepare": self.prepare, "apply": self.apply,
             "commit": self.commit, "abort": self.abort, "rollback": self.rolled_back, "status": self.status,
@@ -59,18 +60,22 @@ class Rollout(Receiver):
     # ---- the loop --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the trainer says bye or is lost. A failed verb never ends it."""
+        """Serve until the trainer says bye or is lost. A failed verb never ends it, nor does a lost leader."""
         while True:
             try:
-                request = await self.verbs.serve(self._ends_ns(), self.master)
+                request = await self.verbs.serve(self._ends_ns(), self.watched)
             except DeadlineExceeded:
                 await self.end_update("no decision came before the lease ended")
                 continue
             except PeerLost as lost:
+                if self.watched == self.trainer:
+                    await self.leave(str(lost))
+                    return
                 await self.orphaned(lost)
-                return
+                continue
             except Exception:
                 continue
+            self.watched = self.master
             if request.op == "bye":
                 await self.leave("its trainer said bye")
                 return
@@ -93,12 +98,10 @@ class Rollout(Receiver):
 
     async def refuse(self, request: Request, error: Exception) -> None:
         """Answer a request with an error, naming a rank of this rollout that is lost."""
-        if isinstance(error, PeerLost):
-            self.lost = error.peer
-        elif isinstance(error, RemoteError) and error.lost:
-            self.lost = error.lost
+        named = error.lost if isinstance(error, RemoteError) else None
+        lost = error.peer if isinstance(error, PeerLost) else named or self.lost
         text = f"{type(error).__name__}: {error}"
-        await self.fanout.quietly(lambda: self.verbs.reply(request, error=text, lost=self.lost))
+        await self.fanout.quietly(lambda: self.verbs.reply(request, error=text, lost=lost))
 
     # ---- stages ----------------------------------------------------------------------------------------------
 
@@ -115,7 +118,10 @@ class Rollout(Receiver):
         self.verbs.update = request.body["update"]
         await self.end_update("a new group epoch began")
         await self.close_groups()
-        self.epoch = epoch
+        new, self.epoch = self.epoch == 0, epoch
+        self.highest = max(
+            self.highest, request.body.get("highest", 0)
+        )  # a new process has tried nothing yet
         reports = await self.order("hello", request.body, self._deadline(request))
         for rank, report in zip(self.followers, reports, strict=True):
             self.highest = max(self.highest, report["highest"])
@@ -125,7 +131,7 @@ class Rollout(Receiver):
         if self.leader and self.dirty is None and not self.resumed:
             await self.resume()
         return {
-            "version": self.version, "dirty": self.dirty, "highest": self.highest,
+            "version": self.version, "dirty": self.dirty, "highest": self.highest, "new": new,
             "digest": wrap(digest + sum(report["digest"] for report in reports)),
         }  # fmt: skip
 
@@ -224,10 +230,8 @@ class Rollout(Receiver):
 
     async def status(self, request: Request) -> Mapping[str, Any]:
         """What this rank holds, whether it generates, and if not, why."""
-        lost = [str(rank) for rank in self.followers if self.verbs.is_lost(rank)]
         return {
-            "version": self.version, "dirty": self.dirty, "generating": self.generating,
-            "lost": self.lost or (lost[0] if lost else None),
+            "version": self.version, "dirty": self.dirty, "generating": self.generating, "lost": self.lost,
             "receiving": self.update.version if self.update is not None else None,
         }  # fmt: skip
 
@@ -241,13 +245,10 @@ class Rollout(Receiver):
         for rank, reply in zip(self.followers, await self.fanout.settle(calls, deadline_ns), strict=True):
             if isinstance(reply, Exception):
                 await self.spoil(f"{rank} did not roll version {update.version} back: {reply}")
-                self.lost = reply.peer if isinstance(reply, PeerLost) else self.lost
 
     async def orphaned(self, lost: PeerLost) -> None:
-        """Whoever gave the orders is gone: a leader rolls back and generates on, a follower is dirty."""
-        if self.leader:
-            await self.leave(str(lost))
-            return
+        """A follower lost its leader: it is dirty until that one is back and a full update came."""
+        self.watched = self.trainer
         self.dirty = f"it lost its leader {lost.peer}"
         if self.update is not None:
             for task in (self.update.preparing, self.update.receiving):
@@ -262,6 +263,11 @@ class Rollout(Receiver):
         await self.close_groups()
 
     # ---- helpers ---------------------------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> str | None:
+        """Name of a rank of this rollout that is lost at present, or None; the leader's."""
+        return next((str(rank) for rank in self.followers if self.verbs.is_lost(rank)), None)
 
     async def order(self, op: str, body: Mapping[str, Any], deadline_ns: int) -> list[Mapping[str, Any]]:
         """Every follower's reply to one order; the first failure is raised."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from weightsync.reference.control import Verdict, Vote
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted, WeightSyncError
 from weightsync.reference.fanout import Fanout
@@ -16,7 +15,8 @@ from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import DELTA, FULL, Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.snapshot import BaselineSlots
-from weightsync.reference.transmit import Job, Stream, transmit
+from weightsync.reference.transmit import Job, streams, transmit
+from weightsync.reference.verdict import Verdict, Vote
 
 
 class Trainer:
@@ -54,6 +54,9 @@ class Trainer:
         self.members: tuple[int, ...] = ()
         self.behind: tuple[int, ...] = ()
         self.gone: dict[int, str] = {}
+        self.losses: dict[RankId, int] = {}
+        self.greeted: set[int] = set()
+        self.rejoined: tuple[int, ...] = ()
         self.groups: list[Group] = []
         self.job: Job | None = None
 
@@ -72,7 +75,7 @@ class Trainer:
         """
         self.updates += 1
         self.verbs.update = self.updates
-        self.job = None
+        self.job, self.rejoined = None, ()
         try:
             await self.connect(self.deadline_ns(self.settings.connect_ns))
             deadline_ns = self.deadline_ns(self.settings.update_ns)
@@ -81,8 +84,9 @@ class Trainer:
             await self.transfer(job, deadline_ns)
             await self.commit(job, deadline_ns)
         except UpdateAborted as aborted:
+            outcome = self.outcome(False, str(aborted))
             await self.abandon(aborted.reason)
-            return self.outcome(False, str(aborted))
+            return outcome
         except Exception as error:
             await self.abandon(str(error))
             raise
@@ -92,7 +96,9 @@ class Trainer:
         """Release the rollouts and drop every group; call it once, after the last update."""
         if self.lead:
             for rollout in self.rollouts.values():
-                await self.fanout.quietly(partial(self.verbs.post, rollout.leader, "bye", {}))
+                orphaned = self.verbs.is_lost(rollout.leader)
+                for rank in rollout.ranks if orphaned else (rollout.leader,):
+                    await self.fanout.quietly(partial(self.verbs.post, rank, "bye", {}))
         await self._close_groups()
 
     # ---- stages ----------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ class Trainer:
         )
         found = self.lead_data(verdict)
         self.highest = max(self.highest, found["highest"])
-        self.gone.update({int(number): why for number, why in found["gone"].items()})
+        self.gone = {int(number): why for number, why in found["gone"].items()}
         if found["epoch"] != self.epoch:
             await self._close_groups()
             self.epoch = found["epoch"]
@@ -128,7 +134,7 @@ class Trainer:
         self.highest = max(self.highest, started["version"])
         job.version = started["version"]
         if not self.lead:
-            job.streams = self._streams()
+            job.streams = streams(self)
         self.slots.hold(job.slot, job.version, job.digest)
 
     async def transfer(self, job: Job, deadline_ns: int) -> None:
@@ -142,6 +148,8 @@ class Trainer:
         )
         self.slots.acknowledge(job.slot)
         self.behind = ()
+        self.rejoined = tuple(number for number in self.members if number in self.gone)
+        self.gone = {number: why for number, why in self.gone.items() if number not in self.members}
 
     async def abandon(self, reason: str) -> None:
         """After a failed update: tell the members, drop every group; the next update connects a new epoch."""
@@ -227,7 +235,7 @@ class Trainer:
     async def _start_rollouts(self, job: Job, deadline_ns: int) -> Mapping[str, Any]:
         job.version = self.next_version()
         self.highest = max(self.highest, job.version)
-        job.streams = self._streams()
+        job.streams = streams(self)
         if self.on_version is not None:
             self.on_version(job.version, job.slot)
         tasks = []
@@ -266,29 +274,21 @@ class Trainer:
 
     def outcome(self, committed: bool, reason: str) -> Outcome:
         """The record of this update."""
-        job = self.job
+        job, gone = self.job, tuple(sorted(self.gone))
         if job is None:
-            return Outcome(self.updates, None, committed, reason)
+            return Outcome(self.updates, None, committed, reason, self.members, gone=gone)
         delta = any(stream.kind == DELTA for stream in job.streams)
         return Outcome(
             self.updates, job.version, committed, reason,
-            members=tuple(n for s in job.streams for n in s.rollouts),
+            members=tuple(n for s in job.streams for n in s.rollouts) or self.members,
             full=tuple(n for s in job.streams if s.kind == FULL for n in s.rollouts),
             changed=sum(job.counts) if delta else None, counts=self.plan.tensor_counts(job.counts) if delta else None,
             full_bytes=job.nbytes[FULL], delta_bytes=job.nbytes[DELTA], digest=job.digest,
+            gone=gone, rejoined=self.rejoined,
         )  # fmt: skip
 
     def _leaders(self) -> list[RankId]:
         return [self.rollouts[number].leader for number in self.members]
-
-    def _streams(self) -> list[Stream]:
-        current = tuple(n for n in self.members if n not in self.behind)
-        kinds = ((FULL, self.behind), (DELTA, current))
-        return [Stream(kind, numbers, self._data_group(numbers)) for kind, numbers in kinds if numbers]
-
-    def _data_group(self, numbers: tuple[int, ...]) -> Group:
-        ranks = [rank for number in numbers for rank in self.rollouts[number].ranks]
-        return self.group("data-" + "-".join(map(str, numbers)), (self.ranks[0], *ranks))
 
     def group(self, name: str, members: tuple[RankId, ...]) -> Group:
         """A data group of the present epoch."""

@@ -38,6 +38,18 @@ class Job:
     nbytes: dict[str, int] = field(default_factory=lambda: {FULL: 0, DELTA: 0})
 
 
+def streams(trainer: Trainer) -> list[Stream]:
+    """The ways of the next version: a full update to those who are behind, a delta to the other members."""
+    current = tuple(number for number in trainer.members if number not in trainer.behind)
+    found = []
+    for kind, numbers in ((FULL, trainer.behind), (DELTA, current)):
+        ranks = [rank for number in numbers for rank in trainer.rollouts[number].ranks]
+        group = trainer.group("data-" + "-".join(map(str, numbers)), (trainer.ranks[0], *ranks))
+        if numbers:
+            found.append(Stream(kind, numbers, group))
+    return found
+
+
 async def transmit(trainer: Trainer, job: Job, deadline_ns: int) -> None:
     """Every rank brings its parts to the lead, which encodes and sends them, stream by stream, trailer last."""
     for stream in job.streams:

@@ -23,8 +23,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from weightsync.reference.clock import Task
-from weightsync.reference.control import Request, Verdict, Vote
+from weightsync.reference.control import Request
 from weightsync.reference.members import Group, RankId
+from weightsync.reference.verdict import Verdict, Vote
 
 
 class CommonVerbs(Protocol):
@@ -68,6 +69,12 @@ class CommonVerbs(Protocol):
 
     def is_lost(self, rank: RankId) -> bool:
         """True while the lease of ``rank`` is over, as far as this rank knows."""
+
+    def losses(self, rank: RankId) -> int:
+        """How often this rank has seen the lease of ``rank`` end; one that is replaced by a new process ends too."""
+
+    async def until_found(self, ranks: Sequence[RankId], deadline_ns: int) -> None:
+        """[wait] No lease of ``ranks`` is over any more. DeadlineExceeded at ``deadline_ns``."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """A task of this rank, running. Whoever spawns joins or cancels it; its error reaches the joiner."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,9 @@ from weightsync.sim.ledger import Interval, Ledger
 from weightsync.sim.world import SimWorld
 
 T = TypeVar("T")
+
+BEATS_PER_LEASE = 4
+"""How often within a lease a rank looks at the leases of the others."""
 
 
 class SimCluster:
@@ -43,6 +47,8 @@ class SimCluster:
         self.clocks: dict[str, SimClock] = {}
         self.controls: dict[str, Control] = {}
         self.meetings = Meetings(self._carry)
+        self._lives: Counter[str] = Counter()
+        self._born_ns: dict[str, int] = {}
 
     def verbs(
         self,
@@ -53,8 +59,17 @@ class SimCluster:
         trace: Trace | None = None,
         hooks: Hooks | None = None,
     ) -> SimVerbs:
-        """The verbs of one rank; ``local`` moves real bytes (``Source``, ``Target``) or only counts them."""
+        """The verbs of one rank; ``local`` moves real bytes (``Source``, ``Target``) or only counts them.
+
+        Asked for again, after a kill, they are those of another process in its place: it holds nothing, takes in
+        what is still under way to that name, and is known to the others a quarter of a lease later.
+        """
         name = str(me)
+        self._lives[name] += 1
+        self._born_ns[name] = self.world.now_ns()
+        if self._lives[name] > 1:
+            told_ns = self.world.now_ns() + self.lease_ns // BEATS_PER_LEASE
+            self.world.call_at(told_ns, lambda: self._find(name))
         clock = SimClock(self.world, name)
         control = Control(name, clock, SimMail(self, name))
         self.clocks[name], self.controls[name] = clock, control
@@ -65,18 +80,27 @@ class SimCluster:
         """Freeze a rank for ever; its groups break after ``detect_ns``, its lease ends after ``lease_ns``."""
         self.clocks[rank].kill()
         self.ledger.forget(rank)
-        now = self.world.now_ns()
+        now, life = self.world.now_ns(), self._lives[rank]
         self.world.call_at(now + self.detect_ns, lambda: self.meetings.lost(RankId.parse(rank)))
-        self.world.call_at(now + self.lease_ns, lambda: self._lose(rank))
+        self.world.call_at(now + self.lease_ns, lambda: self._lose(rank, life))
 
     def alive(self, rank: str) -> bool:
         """False once the rank was killed."""
         return not self.clocks[rank].dead
 
-    def _lose(self, rank: str) -> None:
+    def _lose(self, rank: str, life: int) -> None:
+        """The lease of a killed process ended, unless another one holds it by now."""
         for name, control in self.controls.items():
-            if self.alive(name):
+            if self.alive(name) and self._lives[rank] == life:
                 control.lost(rank)
+
+    def _find(self, rank: str) -> None:
+        """Everybody who was there before sees another process in the place of ``rank``."""
+        for name, control in self.controls.items():
+            if self.alive(name) and self.alive(rank) and self._born_ns[name] < self._born_ns[rank]:
+                if not control.is_lost(rank):
+                    control.lost(rank)
+                control.found(rank)
 
     def _carry(self, rendezvous: Rendezvous, meeting: Meeting) -> None:
         if meeting.op == "open":

@@ -57,7 +57,28 @@ class Followup:
         return f"{self.kind} {self.rank} at clean-up await {self.count} after that"
 
 
-AnyFault: TypeAlias = Fault | Followup
+@dataclass(frozen=True, order=True, slots=True)
+class Restart:
+    """What follows the kill of a rollout rank: the rest of its rollout is ended, and all of it is started again.
+
+    Attributes:
+        rank: name of the killed rank.
+        after_ms: how long after the kill the new processes are there, in simulated ms.
+    """
+
+    rank: str
+    after_ms: int
+
+    @property
+    def kind(self) -> str:
+        """``restart``."""
+        return "restart"
+
+    def __str__(self) -> str:
+        return f"restart of the rollout of {self.rank} {self.after_ms} ms after that"
+
+
+AnyFault: TypeAlias = Fault | Followup | Restart
 
 
 class Effects(Protocol):
@@ -159,6 +180,19 @@ def exhaustive(awaits: Mapping[str, int], kinds: Sequence[FaultKind] = KINDS) ->
                 yield (Fault(rank, index, kind),)
 
 
+RETURN_MS = (5, 20, 80, 250, 700)
+"""When a killed rollout is there again: within an update, within its lease, and long after that."""
+
+
+def returning(
+    awaits: Mapping[str, int], after_ms: Sequence[int] = RETURN_MS
+) -> Iterator[tuple[AnyFault, ...]]:
+    """Every kill of a rollout rank, each with a restart after so long, rank by rank."""
+    for (kill,) in exhaustive(awaits, ("kill",)):
+        for one in after_ms if kill.rank.startswith("rollout") else ():
+            yield (kill, Restart(kill.rank, one))
+
+
 NEAR = (1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 10, 13)
 """How many awaits after the first fault the second one falls into its clean-up, the likely ones repeated."""
 
@@ -174,9 +208,17 @@ def drawn(awaits: Mapping[str, int], seed: int) -> tuple[AnyFault, ...]:
     """Two faults drawn from ``seed``, seldom one; at most one kill. Equal seeds draw equal faults.
 
     Clean-up code runs only after a fault, so the second one mostly falls into it, or a few awaits after the first:
-    on the same rank, on the trainer's lead, who tells everybody, or on any at about the same progress.
+    on the same rank, on the trainer's lead, who tells everybody, or on any at about the same progress. A rollout
+    that is killed is started again more often than not.
     """
     stream = random.Random(f"{seed}/faults")
+    faults = _two(awaits, stream)
+    killed = [fault.rank for fault in faults if fault.kind == "kill" and fault.rank.startswith("rollout")]
+    back = stream.random() < 0.7
+    return (*faults, *(Restart(rank, stream.choice(RETURN_MS)) for rank in killed if back))
+
+
+def _two(awaits: Mapping[str, int], stream: random.Random) -> tuple[AnyFault, ...]:
     ranks = sorted(awaits)
     lead = next((name for name in ranks if name.startswith("trainer")), ranks[0])
     rank = stream.choice(ranks)

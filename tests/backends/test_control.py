@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightsync.backends.asyncio_clock import AsyncioClock
-from weightsync.backends.control import Events, StoreMail
+from weightsync.backends.control import Events, StoreMail, end_lease
 from weightsync.backends.envelopes import Envelopes, Rejected
 from weightsync.backends.store import client_of, connect_store, host_store, local_store
 from weightsync.reference.control import Control, Message
@@ -187,6 +187,51 @@ def test_a_reply_to_a_former_life_of_the_rank_is_not_taken_for_an_answer(few: Ra
     assert later.until(1) == [("message", post(1))]
 
 
+def test_what_was_meant_for_a_former_life_is_dropped_by_the_next_one(ranks: Ranks) -> None:
+    a, former = ranks("a", "b", lease_ns=LEASE_NS), ranks("b", "a", lease_ns=LEASE_NS)
+    while a.mail._watch.life("b") is None:
+        former.mail.put("a", post(0))
+        a.until(len(a.told) + 1)
+    former.mail.kill()
+    assert former.mail.join(30) == ()
+    a.mail.put("b", post(1))
+    end_lease(a.mail._store, "test", "b")
+    heard = len(a.told)
+    assert a.until(heard + 1)[heard:] == [("lost", "b")]
+    a.mail.put("b", post(2))  # nor is the next one there yet
+    later = ranks("b", "a", lease_ns=LEASE_NS)
+    assert a.until(heard + 2)[heard + 1 :] == [("found", "b")]
+    a.mail.put("b", post(3))
+    assert later.until(1) == [("message", post(3))]
+    assert later.mail.outlived == 2
+
+
+def test_a_call_to_a_process_that_was_replaced_unseen_fails_and_the_next_one_is_answered(few: Ranks) -> None:
+    a, former = few("a", "b", lease_ns=LEASE_NS), few("b", "a", lease_ns=LEASE_NS)
+    while a.mail._watch.life("b") is None:
+        former.mail.put("a", post(0))
+        a.until(len(a.told) + 1)
+    former.mail.kill()
+    assert former.mail.join(30) == ()
+    later = few("b", "a", lease_ns=LEASE_NS)
+
+    async def answer() -> None:
+        request = await later.control.serve(later.clock.now_ns() + LIMIT_NS, None)
+        later.control.reply(request, {"life": 2})
+
+    async def ask() -> Any:
+        with pytest.raises(PeerLost, match="b was lost"):
+            await a.control.call("b", "look", {}, a.clock.now_ns() + LIMIT_NS)
+        await a.control.until_found(["b"], a.clock.now_ns() + LIMIT_NS)
+        return await a.control.call("b", "look", {}, a.clock.now_ns() + LIMIT_NS)
+
+    thread = threading.Thread(target=lambda: later.run(answer()))
+    thread.start()
+    assert a.run(ask()) == {"life": 2}
+    thread.join(60)
+    assert a.control.losses("b") == 1
+
+
 # ---- the secret ----------------------------------------------------------------------------------------------
 
 
@@ -224,7 +269,7 @@ def test_a_short_secret_is_refused() -> None:
 def test_an_envelope_is_for_one_reader() -> None:
     envelopes = Envelopes("a", SECRET)
     raw = envelopes.wrap("b", envelopes.freeze(post(1)))
-    assert Envelopes("b", SECRET).unwrap(raw) == ("a", post(1))
+    assert Envelopes("b", SECRET).unwrap(raw) == ("a", envelopes.life.encode(), post(1))
     with pytest.raises(Rejected, match="not signed"):
         Envelopes("c", SECRET).unwrap(raw)
 

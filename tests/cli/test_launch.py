@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from weightsync.backends.store import host_store
-from weightsync.cli.desk import GONE, Desk
-from weightsync.cli.launch import Processes, RankDied, run_gloo
+from weightsync.cli.desk import GONE, READY, Desk
+from weightsync.cli.launch import run_gloo
+from weightsync.cli.processes import Processes, RankDied
 from weightsync.cli.rank_run import Errand
 from weightsync.cli.record import RunRecord
 from weightsync.cli.result import check_rows, make_result
@@ -167,8 +168,47 @@ def test_words_are_heard_once_whoever_is_early_and_nobody_waits_for_the_gone() -
         desk.tell(["lead"], "ready", number=7)
     assert {word["number"] for word in lead.hear_all("abc", "ready").values()} == {7}
     a.tell(["lead"], "stepped")
-    c.tell(["lead"], GONE, rank="c")
+    c.tell(["lead"], GONE, rank="c", again=False)
     assert sorted(lead.hear_all("abc", "stepped")) == ["a", "b"]
     a.tell(["lead"], "stepped")
     with pytest.raises(DeadlineExceeded, match="'stepped' of b"):
         lead.hear_all("abc", "stepped", timeout_s=1.0)
+
+
+def test_a_rank_that_was_started_again_is_there_once_it_is_ready_and_hears_nothing_that_was_said_before() -> (
+    None
+):
+    store = host_store()
+    lead, launcher, former = (Desk(store, "test", name) for name in ("lead", "launcher", "a"))
+    former.tell(["lead"], READY)
+    assert set(lead.hear_all("a", READY)) == {"a"}
+    lead.tell("a", "audit", version=1)
+    assert former.hear()["version"] == 1
+    former.tell(["lead"], "audited", version=1)
+    lead.tell("a", "audit", version=2)  # it is gone before it reads this
+    launcher.tell(["lead"], GONE, rank="a", again=True)
+    lead.catch_up()
+    assert (lead.gone, lead.ever_gone) == ({"a"}, {"a"})
+    assert lead.hear_all("a", "audited") == {}  # not even what the former one said
+    with pytest.raises(DeadlineExceeded, match="the return of a"):
+        lead.all_back(timeout_s=0.1)
+    later = Desk(store, "test", "a")
+    later.tell(["lead"], READY)
+    assert lead.all_back() == {"a"}
+    assert (lead.gone, lead.ever_gone) == (set(), {"a"})
+    lead.tell("a", "audit", version=3)
+    assert later.hear()["version"] == 3
+    later.tell(["lead"], "audited", version=3)
+    assert lead.hear_all("a", "audited")["a"]["version"] == 3
+
+
+def test_nobody_waits_for_a_rank_that_is_not_started_again_but_for_one_that_is_to_be_killed() -> None:
+    store = host_store()
+    lead, launcher = Desk(store, "test", "lead"), Desk(store, "test", "launcher")
+    assert lead.all_back() == set()
+    with pytest.raises(DeadlineExceeded, match="the return of a"):
+        lead.all_back("a", timeout_s=0.1)
+    launcher.tell(["lead"], GONE, rank="a", again=True)
+    launcher.tell(["lead"], GONE, rank="a", again=False)
+    assert lead.all_back("a") == set()
+    assert lead.gone == {"a"}

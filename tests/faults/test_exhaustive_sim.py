@@ -25,7 +25,8 @@ def test_any_one_fault_at_any_await_breaks_no_promise(
 ) -> None:
     counts = awaits(receive=receive)
     cases = list(exhaustive_cases(counts, receive))
-    assert len(cases) == 4 * sum(counts.values())
+    rollouts = sum(count for rank, count in counts.items() if rank.startswith("rollout"))
+    assert len(cases) == 4 * sum(counts.values()) + 2 * rollouts
     assert sum(counts.values()) > 400, "the scenario shrank; a sweep of it shows little"
     assert_all_right(f"one fault, receive = {receive}", cases, capfd)
 

@@ -40,5 +40,5 @@ def test_fuzz_finds_it_and_reduces_the_plan(wrong: type[Trainer] | type[Rollout]
     assert all(span.verb in printed for span in finding.report.trace.spans)
 
 
-def test_there_are_nine() -> None:
-    assert len(set(WRONG_PROTOCOLS)) == 9
+def test_there_are_eleven() -> None:
+    assert len(set(WRONG_PROTOCOLS)) == 11

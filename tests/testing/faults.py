@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.backend import SimCluster, SimEngine, SimVerbs
 from weightsync.sim.clock import SimTask
-from weightsync.sim.faults import AnyFault, FaultHooks, FaultPlan
+from weightsync.sim.faults import AnyFault, FaultHooks, FaultPlan, Restart
 from weightsync.sim.hardware import load_profile
 from weightsync.sim.world import SimWorld
 from weightsync.testing.history import History
@@ -33,13 +34,18 @@ from weightsync.testing.tiny import (
     tiny_shards,
 )
 
+ENDED_NS = 1 * MS
+"""How long after a kill whoever restarts the rollout has ended the rest of it."""
+
 
 class _SimEffects:
-    def __init__(self, cluster: SimCluster) -> None:
+    def __init__(self, cluster: SimCluster, on_kill: Callable[[str], None]) -> None:
         self.cluster = cluster
+        self.on_kill = on_kill
 
     async def kill(self, rank: str) -> None:
         self.cluster.kill(rank)
+        self.on_kill(rank)
         await self.cluster.clocks[rank].wait(self.cluster.world.future(), None)
 
     def now_ns(self) -> int:
@@ -92,6 +98,9 @@ class FaultRun:
             self.world, load_profile("laptop"), lease_ns=2 * STALL_NS, detect_ns=detect_ns
         )
         self.hooks: dict[str, FaultHooks] = {}
+        self.tasks: dict[str, SimTask] = {}
+        self.kind = rollout
+        self.restarted: list[Restart] = []
         self.engines: dict[int, SimEngine] = {}
         self.promises = Promises(
             self.deployment, self.history, self.plan, self.report,
@@ -114,7 +123,7 @@ class FaultRun:
 
     def run(self) -> Report:
         """Run to the end and check every promise."""
-        tasks: dict[str, SimTask] = {}
+        tasks = self.tasks
         for trainer in self.trainers:
             name = str(trainer.verbs.me)
             self.report.outcomes[name] = []
@@ -122,7 +131,8 @@ class FaultRun:
         for rank, rollout in self.rollouts.items():
             tasks[str(rank)] = self.cluster.clocks[str(rank)].spawn(rollout.run(), "main")
         with self.world:
-            hung = self.world.run(list(tasks.values()), limit_ns=LIMIT_NS)
+            self.world.run(list(tasks.values()), limit_ns=LIMIT_NS)
+            hung = self.world.run(list(tasks.values()), limit_ns=LIMIT_NS)  # those restarted meanwhile, too
             self._check(tasks, [name for name, task in tasks.items() if task in hung])
         self.report.awaits = {name: hooks.verbs for name, hooks in self.hooks.items()}
         return self.report
@@ -130,8 +140,9 @@ class FaultRun:
     # ---- building --------------------------------------------------------------------------------------------
 
     def _verbs(self, rank: RankId, local: Any, engine: SimEngine | None = None) -> SimVerbs:
-        hooks = FaultHooks(str(rank), self.plan, _SimEffects(self.cluster))
-        self.hooks[str(rank)] = hooks
+        if str(rank) not in self.hooks:  # a rank that is started again counts its awaits on
+            self.hooks[str(rank)] = FaultHooks(str(rank), self.plan, _SimEffects(self.cluster, self._killed))
+        hooks = self.hooks[str(rank)]
         verbs = self.cluster.verbs(rank, local, engine=engine, trace=self.report.trace, hooks=hooks)
         if self.change is not None:
             self.change(verbs)
@@ -160,6 +171,30 @@ class FaultRun:
         return kind(
             verbs, self.deployment.plan.fingerprint, ref.ranks, self.deployment.trainers[0], self.settings
         )
+
+    # ---- restarting ------------------------------------------------------------------------------------------
+
+    def _killed(self, rank: str) -> None:
+        """Plan what follows a kill, if a restart is."""
+        now_ns = self.world.now_ns()
+        for fault in self.plan.faults:
+            if isinstance(fault, Restart) and fault.rank == rank and fault not in self.restarted:
+                self.restarted.append(fault)
+                ref = self.deployment.rollouts[RankId.parse(rank).rollout]
+                after_ns = max(fault.after_ms * MS, self.cluster.detect_ns + 2 * ENDED_NS)
+                self.world.call_at(now_ns + ENDED_NS, partial(self._end, ref))
+                self.world.call_at(now_ns + after_ns, partial(self._restart, ref))
+
+    def _end(self, ref: RolloutRef) -> None:
+        for rank in ref.ranks:
+            if self.cluster.alive(str(rank)):
+                self.cluster.kill(str(rank))
+
+    def _restart(self, ref: RolloutRef) -> None:
+        for rank in ref.ranks:
+            self.rollouts[rank] = self._rollout(self.kind, ref, rank)
+        for rank in ref.ranks:
+            self.tasks[str(rank)] = self.cluster.clocks[str(rank)].spawn(self.rollouts[rank].run(), "main")
 
     def _on_version(self, version: int, slot: int) -> None:
         self.history.record(version, self.params, key=(self.seed, self.step))

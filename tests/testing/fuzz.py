@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.trainer import Trainer
-from weightsync.sim.faults import AnyFault, drawn, exhaustive
+from weightsync.sim.faults import AnyFault, drawn, exhaustive, returning
 from weightsync.testing.faults import FaultRun
 from weightsync.testing.promises import Report
 from weightsync.testing.sweep import Failure, sweep
@@ -84,15 +84,15 @@ def awaits(protocol: Protocol = Protocol(), **settings: object) -> dict[str, int
 
 
 def seeded_cases(seeds: Iterable[int], counts: dict[str, int]) -> Iterable[Case]:
-    """One case per seed: one or two faults, both ways to receive, groups that break at once or late."""
+    """One case per seed: a fault or two, perhaps a restart; both ways to receive; groups that break at once or late."""
     for seed in seeds:
         receive = "stream" if seed % 2 else "stage"
         yield Case(drawn(counts, seed), seed=seed, receive=receive, detect_ms=40 if seed % 4 > 1 else 0)
 
 
 def exhaustive_cases(counts: dict[str, int], receive: str = "stage") -> Iterable[Case]:
-    """Every await of every rank times every kind of fault."""
-    for faults in exhaustive(counts):
+    """Every await of every rank times every kind of fault; a killed rollout also with a restart, soon and late."""
+    for faults in (*exhaustive(counts), *returning(counts, (20, 700))):
         yield Case(faults, receive=receive)
 
 

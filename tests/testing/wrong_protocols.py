@@ -9,10 +9,11 @@ from asyncio import CancelledError
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.reference.control import Request, Verdict, Vote
+from weightsync.reference.control import Request
 from weightsync.reference.receiver import Receiving
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.trainer import Trainer
+from weightsync.reference.verdict import Verdict, Vote
 
 
 class ReusedVersion(Trainer):
@@ -109,6 +110,26 @@ class UndoDroppedOnSecondFailure(Rollout):
         return True
 
 
+class LostForEver(Trainer):
+    """Leaves a rollout out that was lost once, whoever holds its lease by now."""
+
+    async def connect(self, deadline_ns: int) -> None:
+        """Takes every loss for one that lasts."""
+        control = self.verbs.control
+        control.is_lost = lambda peer: control.losses(peer) > 0  # type: ignore[method-assign]
+        await super().connect(deadline_ns)
+
+
+class NewTakenForOld(Trainer):
+    """Sends deltas to a process that holds nothing, since the one before it held the base."""
+
+    async def connect(self, deadline_ns: int) -> None:
+        """Believes that whoever joined once needs nothing whole any more."""
+        await super().connect(deadline_ns)
+        if self.updates > 1:
+            self.behind = tuple(number for number in self.behind if number not in self.gone)
+
+
 WRONG_PROTOCOLS: tuple[type[Trainer] | type[Rollout], ...] = (
     ReusedVersion,
     SlotParity,
@@ -119,5 +140,7 @@ WRONG_PROTOCOLS: tuple[type[Trainer] | type[Rollout], ...] = (
     CommitCountedTwice,
     MissingAgree,
     UndoDroppedOnSecondFailure,
+    LostForEver,
+    NewTakenForOld,
 )
 """Each is found by ``fuzz`` within 1,000 seeds."""
