@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -245,8 +247,15 @@ class RolloutRun(RankRun):
     async def program(self, verbs: Verbs) -> None:
         """Serve until the trainer says bye or is lost."""
         half = parts.rollout_half(self.scenario, self.deployment, verbs)
-        threading.Thread(target=self._answer, args=(half,), name=f"{self.me} audits", daemon=True).start()
+        threading.Thread(target=self._desk_work, args=(half,), name=f"{self.me} desk", daemon=True).start()
         await half.run()
+
+    def _desk_work(self, half: Rollout) -> None:
+        try:
+            self._answer(half)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # else the lead waits for an answer that nobody works for
 
     def _answer(self, half: Rollout) -> None:
         sampling = self._sampling(half)

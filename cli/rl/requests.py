@@ -12,6 +12,9 @@ from weightsync.reference.errors import WeightSyncError
 
 GENERATE, SAMPLES = "generate", "samples"
 
+ASKED = ("request", "step", "first", "questions", "answer_tokens", "group")
+"""What a ``generate`` word says; a leader hands it to its followers as it is."""
+
 
 class LeadSamples:
     """The source of samples at the trainer's lead: deals each step's questions to the rollouts that hold weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from weightsync.cli.desk import Desk
 from weightsync.cli.model.config import read_config
 from weightsync.cli.rl.engine import Generator, TokenTurns
 from weightsync.cli.rl.parallel import TensorParallel
-from weightsync.cli.rl.requests import GENERATE, SAMPLES
+from weightsync.cli.rl.requests import ASKED, GENERATE, SAMPLES
 from weightsync.cli.rl.sampling import Samples
 from weightsync.cli.scenario_tables import Workload
 from weightsync.reference.members import RankId
@@ -61,12 +62,20 @@ class SamplingRank:
             return
         samples = None
         if self._half.dirty is None:
-            asked = {key: value for key, value in word.items() if key not in ("op", "from")}
-            desk.tell(self._half.followers, GENERATE, **asked)
-            samples = self._generate(word).to_json()
-        desk.tell([lead], f"{SAMPLES} {word['request']}", samples=samples)
+            desk.tell(self._half.followers, GENERATE, **{key: word[key] for key in ASKED})
+            samples = self._generate(word)
+        answer = None if samples is None else samples.to_json()
+        desk.tell([lead], f"{SAMPLES} {word['request']}", samples=answer)
 
-    def _generate(self, word: Mapping[str, Any]) -> Samples:
+    def _generate(self, word: Mapping[str, Any]) -> Samples | None:
+        """The samples; None when this rank, or one that it generates with, could not: the lead asks others then."""
+        try:
+            return self._draw(word)
+        except Exception:
+            traceback.print_exc()  # this rank's log; a group that broke is met under another name next time
+            return None
+
+    def _draw(self, word: Mapping[str, Any]) -> Samples:
         if word["group"] != self._group or self._generator is None:
             ranks = self._half.ranks
             tp = TensorParallel.over_gloo(
