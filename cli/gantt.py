@@ -43,8 +43,9 @@ class Slice:
 
 
 def typical(updates: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The median update by total time, of the committed deltas; of all committed ones where there is no delta."""
-    committed = [one for one in updates if one["committed"]]
+    """The median update by total time, of the committed deltas to most rollouts; of all where there is no delta."""
+    most = max((len(one["members"]) for one in updates if one["committed"]), default=0)
+    committed = [one for one in updates if one["committed"] and len(one["members"]) == most]
     some = [one for one in committed if one["kind"] == "delta"] or committed
     ordered = sorted(some, key=lambda one: (one["total_ns"], one["update"]))
     return ordered[(len(ordered) - 1) // 2] if ordered else None

@@ -78,8 +78,8 @@ def render(runs: Sequence[Run], more: Sequence[CheckRow] = ()) -> Page:
         places=page_checks.places(results, more),
         checks=page_checks.groups(results, more),
         failed=page_checks.failed(results, more),
-        events=first.get("events", []),
-        event_keys=list(dict.fromkeys(key for one in first.get("events", ()) for key in one)),
+        events=(events := [_event(one) for one in first.get("events", ())]),
+        event_keys=list(dict.fromkeys(key for one in events for key in one)),
         conditions=_conditions(runs),
         folders=[run.folder for run in runs],
         pngs=[one.name for some in drawings.values() for one in some],
@@ -90,6 +90,19 @@ def render(runs: Sequence[Run], more: Sequence[CheckRow] = ()) -> Page:
 def side(run: Run) -> str:
     """``modelled`` for a run on simulated time, else ``measured``."""
     return "modelled" if run.result["backend"] == "sim" else "measured"
+
+
+def _event(event: dict[str, Any]) -> dict[str, str]:
+    """An event as texts: ``at_ns`` as a time of the run's clock, lists joined, flags as yes or nothing."""
+    texts = {}
+    for key, value in event.items():
+        if key == "at_ns":
+            texts["at"] = clock(value)
+        elif isinstance(value, bool):
+            texts[key] = "yes" if value else ""
+        else:
+            texts[key] = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return texts
 
 
 def key_figures(result: Result) -> list[Figure]:

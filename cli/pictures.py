@@ -123,7 +123,7 @@ def _density(result: Result) -> Drawing:
 
 def _marks(result: Result) -> list[int]:
     """Steps at which something was lost, restarted or came back."""
-    return sorted({one["step"] for one in result.get("events", ()) if isinstance(one.get("step"), int)})
+    return sorted({one["update"] for one in result.get("events", ()) if isinstance(one.get("update"), int)})
 
 
 def _line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -166,13 +167,13 @@ def test_a_job_without_a_curve_has_no_empty_picture(tiny: results.Run) -> None:
 def test_events_are_listed_and_marked(tiny: results.Run) -> None:
     curved = with_curve(tiny, reward=1)
     events = [
-        {"step": 2, "event": "lost", "rank": "rollout1.0"},
-        {"step": 3, "event": "rejoined", "version": 3},
+        {"update": 2, "event": "lost", "rank": "rollout1.0"},
+        {"update": 3, "event": "rejoined", "version": 3},
     ]
     eventful = dataclasses.replace(curved, result={**curved.result, "events": events})
     html = page.render([eventful]).html
-    assert re.findall(r"<th scope=\"col\" class=\"text\">(step|event|rank|version)</th>", html) == [
-        "step", "event", "rank", "version",
+    assert re.findall(r"<th scope=\"col\" class=\"text\">(update|event|rank|version)</th>", html) == [
+        "update", "event", "rank", "version",
     ]  # fmt: skip
     assert "<h2>Events" in html
     assert "<h2>Events" not in page.render([curved]).html
@@ -218,8 +219,12 @@ def test_measured_and_modelled_have_a_column_each() -> None:
 
 
 def test_the_typical_update_is_the_median_delta() -> None:
-    def update(number: int, kind: str, total: int, committed: bool = True) -> dict[str, Any]:
-        return {"update": number, "kind": kind, "total_ns": total, "committed": committed}
+    def update(
+        number: int, kind: str, total: int, committed: bool = True, members: Sequence[int] = (0, 1)
+    ) -> dict[str, Any]:
+        return {
+            "update": number, "kind": kind, "total_ns": total, "committed": committed, "members": list(members),
+        }  # fmt: skip
 
     full, slow, fast, middle = (
         update(1, "full", 1),
@@ -229,6 +234,7 @@ def test_the_typical_update_is_the_median_delta() -> None:
     )
     assert typical([full, slow, fast, middle]) == middle
     assert typical([full, slow, fast, update(4, "delta", 5, committed=False)]) == fast
+    assert typical([full, fast, update(4, "delta", 1, members=[0])]) == fast  # a rollout was lost meanwhile
     assert typical([full]) == full
     assert typical([update(1, "full", 1, committed=False)]) is None
 

@@ -116,7 +116,7 @@ def write_both(out: Path) -> None:
         lead.curve = [{"step": step, "reward": step / 15, "loss": 1 / step} for step in range(1, 16)]
         record.job.extend(Span("trainer.0", "train", "train", start - 90, start) for start, _ in lead.inside)
         result = results.make_result(scenario, record)
-        result["events"] = [{"step": 7, "event": "lost", "rank": "rollout1.0", "detail": "killed " * 20}]
+        result["events"] = [{"update": 7, "event": "lost", "rank": "rollout1.0", "detail": "killed " * 20}]
         said = results.write(out / backend, result, record)
         runs.append(results.Run(result, record, said, backend))
     results.write_page(out, runs, [CheckRow("digests on inprocess and on sim", True)])
