@@ -129,7 +129,7 @@ class Generator:
         now = int(self._tp.all_gather(torch.tensor(now))[0])
         if self._policy is None or now != self._read_at:
             weights = {name: weight.detach().float() for name, weight in self._weights.items()}
-            model = rollout_view(self._config.shape, weights, self._tp.rank, self._tp.size)
+            model = rollout_view(self._config.shape, weights, self._tp)
             self._policy, self._read_at = Policy(self._config, model, self._tp), now
         return self._policy
 

@@ -132,11 +132,11 @@ class Learner:
 
     def _logprobs(self, leaves: Mapping[str, Tensor], questions: Questions, samples: Samples) -> Tensor:
         """Log-probability of every sampled token, (samples, answer tokens), at the temperature of the draw."""
-        model = trainer_view(self.config.shape, leaves, self.tp.rank, self.tp.size)
+        model = trainer_view(self.config.shape, leaves, self.tp)
         policy = Policy(self.config, model, self.tp)
         prompts = questions.tokens.repeat_interleave(self.work.rl.samples, dim=0)
         whole = torch.cat([prompts, samples.tokens], dim=1)
-        scores = policy.logits(whole[:, :-1])[:, prompts.shape[1] - 1 :]
+        scores = policy.logits(whole[:, :-1], last=samples.tokens.shape[1])
         return policy.logprobs(scores / self.work.rl.temperature, samples.tokens)
 
 

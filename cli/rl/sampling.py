@@ -100,16 +100,15 @@ def draw(
     for number in range(uniform.shape[1]):
         now = policy()
         try:
-            parts = now.tp.all_gather(now.logits(tokens[-1], cache)[:, -1])
+            scores = now.whole(now.logits(tokens[-1], cache, last=1))[:, -1]
         finally:
             done()
-        vocab = now.config.shape.vocab
-        log_p = (torch.cat(parts, dim=-1)[:, :vocab].double() / temperature).log_softmax(-1)
+        log_p = (scores.double() / temperature).log_softmax(-1)
         cumulated = log_p.exp().cumsum(-1)
         chosen = torch.searchsorted(
             cumulated, uniform[:, number : number + 1] * cumulated[:, -1:], right=True
         )
-        chosen = chosen.clamp_max(vocab - 1)
+        chosen = chosen.clamp_max(scores.shape[-1] - 1)
         tokens.append(chosen)
         logprobs.append(log_p.gather(-1, chosen).float())
     return torch.cat(tokens[1:], dim=-1), torch.cat(logprobs, dim=-1)
