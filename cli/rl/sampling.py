@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weightsync.cli.rl.policy import Cache, Policy
+from weightsync.reference.errors import WeightSyncError
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +52,23 @@ class Samples:
 def joined(parts: Sequence[Samples], total: int) -> Samples:
     """The samples of a whole step, in order, from ``parts`` in any order; the oldest version counts.
 
-    Raises ValueError when the parts are not exactly samples 0 to ``total`` - 1.
+    Raises WeightSyncError when the parts are not exactly samples 0 to ``total`` - 1.
     """
     ordered = sorted(parts, key=lambda part: part.first)
     place = 0
     for part in ordered:
         if part.first != place:
-            raise ValueError(
-                f"samples {place} to {part.first - 1} are missing or doubled; expected each once"
+            wrong = "missing" if part.first > place else "there twice"
+            first, last = sorted((part.first, place))
+            raise WeightSyncError(
+                f"samples {first} to {last - 1} of a step are {wrong}; expected each once, so look at what the "
+                "rollouts were asked and what they answered"
             )
         place += len(part.tokens)
     if place != total:
-        raise ValueError(f"there are {place} samples in all; expected {total}")
+        raise WeightSyncError(
+            f"the rollouts gave {place} samples of a step; expected {total}, so look at what they were asked"
+        )
     return Samples(
         0,
         torch.cat([part.tokens for part in ordered]),
