@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -84,31 +85,24 @@ def uniforms(seed: int, step: int, first: int, count: int, tokens: int) -> Tenso
 
 
 def draw(
-    policy: Callable[[], Policy],
-    prompts: Tensor,
-    uniform: Tensor,
-    temperature: float,
-    done: Callable[[], None] = lambda: None,
+    turn: Callable[[], AbstractContextManager[Policy]], prompts: Tensor, uniform: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Sample one answer per prompt; every tensor-parallel rank calls it and gets the same.
 
     Args:
-        policy: called before each token, and may wait; gives its policy, whose weights may be newer than the last's.
+        turn: entered before each token, where it may wait, and left when no rank of the group reads a weight any more;
+            gives the token's policy, whose weights may be newer than the last's.
         prompts: (n, P) int64.
         uniform: (n, answer tokens) float64 in [0, 1); token t is the first whose cumulated probability exceeds it.
         temperature: divides the scores.
-        done: called after each token, when no rank of the group reads a weight any more.
 
     Returns:
         Tokens (n, answer tokens) int64 and their log-probabilities in nats, float32, at that temperature.
     """
     cache, tokens, logprobs = Cache(), [prompts], []
     for number in range(uniform.shape[1]):
-        now = policy()
-        try:
-            scores = now.whole(now.logits(tokens[-1], cache, last=1))[:, -1]
-        finally:
-            done()
+        with turn() as policy:
+            scores = policy.whole(policy.logits(tokens[-1], cache, last=1))[:, -1]
         log_p = (scores.double() / temperature).log_softmax(-1)
         cumulated = log_p.exp().cumsum(-1)
         chosen = torch.searchsorted(
