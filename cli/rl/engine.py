@@ -19,8 +19,8 @@ from weightsync.cli.rl.views import rollout_view
 from weightsync.cli.scenario_tables import Workload
 from weightsync.reference.errors import DeadlineExceeded
 
-HELD_S = 300.0
-"""How long a request waits for generation to be resumed; less than the lead waits for its samples."""
+HELD_S = 240.0
+"""How long a request waits for generation to be resumed; less than its other ranks and the lead wait for it."""
 
 
 class TokenTurns:

@@ -121,7 +121,7 @@ class Learner:
             return None
         every = []
         for maps, flat in zip(self.deployment.trainer_maps, gathered, strict=True):
-            pieces = flat.split([local_bytes(row_map) for row_map in maps.values()])
+            pieces = flat.split_with_sizes([local_bytes(row_map) for row_map in maps.values()])
             every.append(
                 {
                     name: piece.clone().view(row_map.dtype).view(row_map.local_shape)

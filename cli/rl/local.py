@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
-from torch.distributed import HashStore
 from torch.nn import Parameter
 
+from weightsync.backends.store import local_store
 from weightsync.cli.rl.engine import Generator
 from weightsync.cli.rl.learner import Learner
 from weightsync.cli.rl.parallel import TensorParallel
@@ -91,14 +92,9 @@ class LocalJob:
             for rank, tp in zip(self._deployment.rollouts[number].ranks, self._groups[number], strict=True)
         ]
         tokens = learner.task.answer_tokens
-        drawn = at_once(
-            [
-                lambda one=one: one.generate(step, place, questions.tokens[first:end], tokens)
-                for one in engines
-            ],
-            self._groups[number],
-        )
-        return Samples(place, *drawn[0], version=step)
+        calls = [partial(one.generate, step, place, questions.tokens[first:end], tokens) for one in engines]
+        answers, logprobs = at_once(calls, self._groups[number])[0]
+        return Samples(place, answers, logprobs, version=step)
 
 
 def at_once(calls: Sequence[Callable[[], T]], tps: Sequence[TensorParallel] = ()) -> list[T]:
@@ -133,7 +129,5 @@ def at_once(calls: Sequence[Callable[[], T]], tps: Sequence[TensorParallel] = ()
 
 def groups(size: int) -> list[TensorParallel]:
     """A tensor-parallel group of ``size`` ranks of this process, each rank's place in it, in order."""
-    store = HashStore()
-    return at_once(
-        [lambda rank=rank: TensorParallel.over_gloo(store, "tp", rank, size) for rank in range(size)]
-    )
+    store = local_store()
+    return at_once([partial(TensorParallel.over_gloo, store, "tp", rank, size) for rank in range(size)])

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
 
-from weightsync.backends.store import Store
+from weightsync.backends.store import Store, prefixed
 
 Map = Callable[[Tensor], Tensor]
+
+HOST = "127.0.0.1"
+"""Where ranks of a group reach each other; all of a run are on one host."""
 
 WAIT = timedelta(minutes=5)
 """How long a collective waits for a peer; a peer whose process ended is noticed at once."""
@@ -38,12 +41,17 @@ class TensorParallel:
 
     @classmethod
     def over_gloo(cls, store: Store, prefix: str, rank: int, size: int) -> TensorParallel:
-        """A group that meets under ``prefix`` on ``store``, which nobody used before; blocks until all are there."""
+        """A group of one host that meets under ``prefix`` on ``store``, which nobody used before.
+
+        Blocks until all are there; raises RuntimeError when one does not come within ``WAIT``.
+        """
         if size == 1:
             return cls()
-        gloo: Any = distributed
-        met = gloo.PrefixStore(prefix, store)
-        return cls(rank, size, gloo.ProcessGroupGloo(met, rank, size, WAIT))
+        gloo: Any = distributed.ProcessGroupGloo  # its type stubs lack the options
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=HOST)]  # by address, so that no name is looked up
+        options._timeout = WAIT
+        return cls(rank, size, gloo(prefixed(store, [prefix]), rank, size, options))
 
     def all_gather(self, part: Tensor) -> list[Tensor]:
         """Every rank's ``part``, of one shape and dtype on all of them, in rank order; new storage."""
@@ -76,7 +84,7 @@ class TensorParallel:
         longest = max(sizes)
         padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
         outputs = [[torch.empty_like(padded) for _ in range(self.size)]] if self.rank == 0 else []
-        options = distributed.GatherOptions()  # type: ignore[attr-defined]
+        options = distributed.GatherOptions()
         options.rootRank = 0
         self._group.gather(outputs, [padded], options).wait()
         if self.rank != 0:
@@ -125,7 +133,7 @@ class _BothWays(Function):
 
 
 def _both_ways(x: Tensor, there: Map, back: Map) -> Tensor:
-    result: Tensor = _BothWays.apply(x, there, back)
+    result: Tensor = _BothWays.apply(x, there, back)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -103,7 +103,7 @@ def trainer_view(shape: ModelShape, params: Mapping[str, Tensor], tp: TensorPara
         if equal_parts:  # cut through groups, as Megatron has it with more ranks than groups
             whole = tp.all_rows(fused)
             fused = cat([whole[first:end] for (first, end), _ in by_heads.held(tp.rank, tp.size)])
-        parts = fused.split(blocks)
+        parts = fused.split_with_sizes(blocks)
         q, k, v = cat(parts[0::3]), cat(parts[1::3]), cat(parts[2::3])
         if replicas and not equal_parts:
             first, rows = heads.kv[0] * width, shape.kv_heads * width
@@ -151,7 +151,7 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], tp: TensorPar
     """A rollout rank's weights, by runtime name, fused or under the checkpoint's own names. A collective."""
     heads = head_share(shape.heads, shape.kv_heads, tp.rank, tp.size)
     counts = (heads.q, heads.kv, heads.kv)
-    rows = [(end - first) * shape.head_dim for first, end in counts]
+    sizes = [(end - first) * shape.head_dim for first, end in counts]
 
     def projections(at: str, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         fused = weights.get(f"{at}.qkv_proj.{kind}")
@@ -161,7 +161,7 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], tp: TensorPar
                 weights[f"{at}.k_proj.{kind}"],
                 weights[f"{at}.v_proj.{kind}"],
             )
-        q, k, v = fused.split(rows)
+        q, k, v = fused.split_with_sizes(sizes)
         return q, k, v
 
     layers = []
