@@ -130,6 +130,15 @@ class Workload(Table):
     tokens: int = Field(default=64, ge=1)
     rl: Rl = Rl()
 
+    @model_validator(mode="after")
+    def _falling(self) -> Workload:
+        if self.kind == "rl" and self.rl.lr_last > self.lr:
+            raise ValueError(
+                f"rl.lr_last is {self.rl.lr_last:g}, more than lr, which is {self.lr:g}; the step size only falls, so "
+                "lower rl.lr_last too"
+            )
+        return self
+
 
 class Policy(Table):
     """How an update is pushed, and what happens when it fails."""

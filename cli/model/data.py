@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +32,12 @@ def token_stream(folder: Path, vocab: int, text: str | None = None) -> Tensor:
     """
     text = shipped_text() if text is None else text
     path = folder / "tokenizer.json"
-    ids = _tokenize(path, text) if path.is_file() else list(text.encode("utf-8"))
-    if ids and max(ids) >= vocab:
-        kind = (
-            f"{path} gives token"
-            if path.is_file()
-            else f"{folder} has no tokenizer.json and the text has byte"
-        )
-        raise CheckpointError(
-            f"{kind} {max(ids)}, outside of key 'vocab_size' {vocab} of config.json; expected numbers "
-            "below it, so "
-            "add the tokenizer.json that belongs to this model"
-        )
+    if path.is_file():
+        ids = list(read_tokenizer(path).encode(text, add_special_tokens=False).ids)
+        require_tokens(ids, vocab, f"{path} gives token")
+    else:
+        ids = list(text.encode("utf-8"))
+        require_tokens(ids, vocab, f"{folder} has no tokenizer.json and the text has byte")
     return torch.tensor(ids, dtype=torch.int64)
 
 
@@ -76,7 +72,11 @@ class Batches:
         return self.stream[starts + torch.arange(self.tokens + 1)]
 
 
-def _tokenize(path: Path, text: str) -> list[int]:
+def read_tokenizer(path: Path) -> Any:
+    """The ``tokenizers.Tokenizer`` in ``path``, a ``tokenizer.json``.
+
+    Raises CheckpointError when the file is none, or the package ``tokenizers`` is not installed.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -85,7 +85,15 @@ def _tokenize(path: Path, text: str) -> list[int]:
             "weightsync[cli]"
         ) from None
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         raise CheckpointError(f"{path} is no tokenizer ({error}); download the folder again") from None
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def require_tokens(ids: Sequence[int], vocab: int, source: str) -> None:
+    """Raise CheckpointError when a token number is outside of the vocabulary; ``source`` begins the sentence."""
+    if ids and max(ids) >= vocab:
+        raise CheckpointError(
+            f"{source} {max(ids)}, outside of key 'vocab_size' {vocab} of config.json; expected numbers "
+            "below it, so add the tokenizer.json that belongs to this model"
+        )

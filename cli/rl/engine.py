@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from weightsync.cli.rl.views import rollout_view
 from weightsync.cli.scenario_tables import Workload
 from weightsync.reference.errors import DeadlineExceeded
 
-HELD_S = 600.0
-"""How long a request waits for generation to be resumed."""
+HELD_S = 240.0
+"""How long a request waits for generation to be resumed; less than its other ranks and the lead wait for it."""
 
 
 class TokenTurns:
@@ -30,12 +30,16 @@ class TokenTurns:
     their place and go on with the new weights. ``pause`` and ``resume`` belong to the rank's loop, the others to the
     generating thread.
 
+    Args:
+        held_s: how long a request waits for generation to be resumed.
+
     Attributes:
         generating: True between ``resume`` and ``pause``.
         resumed: how often ``resume`` was called; weights read under an older count may have changed since.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held_s: float = HELD_S) -> None:
+        self.held_s = held_s
         self.generating = False
         self.resumed = 0
         self._state = threading.Condition()
@@ -59,10 +63,10 @@ class TokenTurns:
             self._state.notify_all()
 
     def begin(self) -> None:
-        """Take a turn, when generation is not paused; blocks. Raises DeadlineExceeded after ``HELD_S``."""
+        """Take a turn, when generation is not paused; blocks. Raises DeadlineExceeded after ``held_s``."""
         with self._state:
-            if not self._state.wait_for(lambda: self.generating, HELD_S):
-                raise DeadlineExceeded(f"a request that waited {HELD_S:.0f} s for generation to be resumed")
+            if not self._state.wait_for(lambda: self.generating, self.held_s):
+                raise DeadlineExceeded(f"the pause that a request waited {self.held_s:.0f} s to end")
             self._reading = True
 
     def end(self) -> None:
@@ -119,23 +123,29 @@ class Generator:
         uniform = uniforms(self._work.seed, step, first, len(prompts), answer_tokens)
         self._read_at = -1
         with one_thread(), torch.no_grad():
-            return draw(self._turn, prompts, uniform, self._work.rl.temperature, self._done)
+            return draw(self._turn, prompts, uniform, self._work.rl.temperature)
 
-    def _turn(self) -> Policy:
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[Policy]:
         """The policy of the next token; ranks of the rollout wait here for their leader's turn."""
-        if self._turns is not None:
-            self._turns.begin()
-        now = 0 if self._turns is None else self._turns.resumed
-        now = int(self._tp.all_gather(torch.tensor(now))[0])
+        if self._turns is None:
+            yield self._present(0)
+            return
+        self._turns.begin()
+        try:
+            yield self._present(self._turns.resumed)
+        finally:
+            self._turns.end()
+
+    def _present(self, resumed: int) -> Policy:
+        """The policy of the present weights, read anew if the leader's engine was resumed since the last token."""
+        now = int(self._tp.all_gather(torch.tensor(resumed))[0])
         if self._policy is None or now != self._read_at:
+            self._policy = None  # its copy of the weights goes before the next one is made
             weights = {name: weight.detach().float() for name, weight in self._weights.items()}
-            model = rollout_view(self._config.shape, weights, self._tp.rank, self._tp.size)
+            model = rollout_view(self._config.shape, weights, self._tp)
             self._policy, self._read_at = Policy(self._config, model, self._tp), now
         return self._policy
-
-    def _done(self) -> None:
-        if self._turns is not None:
-            self._turns.end()
 
 
 def _finish(idle: asyncio.Future[None]) -> None:

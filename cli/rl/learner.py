@@ -121,7 +121,7 @@ class Learner:
             return None
         every = []
         for maps, flat in zip(self.deployment.trainer_maps, gathered, strict=True):
-            pieces = flat.split([local_bytes(row_map) for row_map in maps.values()])
+            pieces = flat.split_with_sizes([local_bytes(row_map) for row_map in maps.values()])
             every.append(
                 {
                     name: piece.clone().view(row_map.dtype).view(row_map.local_shape)
@@ -132,11 +132,11 @@ class Learner:
 
     def _logprobs(self, leaves: Mapping[str, Tensor], questions: Questions, samples: Samples) -> Tensor:
         """Log-probability of every sampled token, (samples, answer tokens), at the temperature of the draw."""
-        model = trainer_view(self.config.shape, leaves, self.tp.rank, self.tp.size)
+        model = trainer_view(self.config.shape, leaves, self.tp)
         policy = Policy(self.config, model, self.tp)
         prompts = questions.tokens.repeat_interleave(self.work.rl.samples, dim=0)
         whole = torch.cat([prompts, samples.tokens], dim=1)
-        scores = policy.logits(whole[:, :-1])[:, prompts.shape[1] - 1 :]
+        scores = policy.logits(whole[:, :-1], last=samples.tokens.shape[1])
         return policy.logprobs(scores / self.work.rl.temperature, samples.tokens)
 
 

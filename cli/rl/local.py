@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
-from torch.distributed import HashStore
 from torch.nn import Parameter
 
+from weightsync.backends.store import local_store
 from weightsync.cli.rl.engine import Generator
 from weightsync.cli.rl.learner import Learner
 from weightsync.cli.rl.parallel import TensorParallel
@@ -45,10 +46,10 @@ class LocalJob:
         self._work = work
         self._weights = weights
         self._drawn: tuple[int, Samples] | None = None
-        self._groups = {rollout.number: _groups(len(rollout.ranks)) for rollout in deployment.rollouts}
+        self._trainers = groups(deployment.tp)
+        self._groups = {rollout.number: groups(len(rollout.ranks)) for rollout in deployment.rollouts}
         self.ranks = [
-            RlTrainer(Learner(folder, tp.rank, deployment, work, tp), self._samples)
-            for tp in _groups(deployment.tp)
+            RlTrainer(Learner(folder, tp.rank, deployment, work, tp), self._samples) for tp in self._trainers
         ]
 
     def params_of(self, rank: int) -> Mapping[str, Parameter]:
@@ -62,11 +63,11 @@ class LocalJob:
 
     def step(self) -> dict[str, float]:
         """One optimizer step on all trainer ranks; what it says of itself."""
-        return at_once([rank.step for rank in self.ranks])[0]
+        return at_once([rank.step for rank in self.ranks], self._trainers)[0]
 
     def export(self) -> dict[str, Tensor]:
         """Hugging Face name -> whole tensor of the present weights."""
-        whole = at_once([rank.export for rank in self.ranks])[0]
+        whole = at_once([rank.export for rank in self.ranks], self._trainers)[0]
         if whole is None:
             raise TypeError("trainer rank 0 gave no export")
         return whole
@@ -74,12 +75,12 @@ class LocalJob:
     def _samples(self, step: int, questions: Questions) -> Samples:
         """The step's samples, drawn at the first call, for every trainer rank."""
         if self._drawn is None or self._drawn[0] != step:
-            parts = []
-            rollouts = self._deployment.rollouts
-            for rollout, (first, end) in zip(
-                rollouts, shares(len(questions.tokens), len(rollouts)), strict=True
-            ):
-                parts.append(self._draw(rollout.number, step, questions, first, end))
+            dealt = shares(len(questions.tokens), len(self._groups))
+            parts = [
+                self._draw(number, step, questions, first, end)
+                for number, (first, end) in zip(self._groups, dealt, strict=True)
+                if first < end
+            ]
             self._drawn = step, joined(parts, len(questions.tokens) * self._work.rl.samples)
         return self._drawn[1]
 
@@ -91,25 +92,42 @@ class LocalJob:
             for rank, tp in zip(self._deployment.rollouts[number].ranks, self._groups[number], strict=True)
         ]
         tokens = learner.task.answer_tokens
-        drawn = at_once(
-            [
-                lambda one=one: one.generate(step, place, questions.tokens[first:end], tokens)
-                for one in engines
-            ]
-        )
-        return Samples(place, *drawn[0], version=step)
+        calls = [partial(one.generate, step, place, questions.tokens[first:end], tokens) for one in engines]
+        answers, logprobs = at_once(calls, self._groups[number])[0]
+        return Samples(place, answers, logprobs, version=step)
 
 
-def at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """The results of ``calls``, each in a thread of its own, as they wait for each other; the first error is raised."""
+def at_once(calls: Sequence[Callable[[], T]], tps: Sequence[TensorParallel] = ()) -> list[T]:
+    """The results of ``calls``, each in a thread of its own, as they wait for each other.
+
+    Args:
+        calls: one per rank.
+        tps: per rank its place in the group in which they wait; closed where a call fails, so that none waits on.
+
+    Raises:
+        Exception: what the first call to fail raised.
+    """
     if len(calls) == 1:
         return [calls[0]()]
+    failures: list[Exception] = []
+
+    def run(number: int) -> T:
+        try:
+            return calls[number]()
+        except Exception as error:
+            failures.append(error)
+            for tp in tps[number : number + 1]:
+                tp.close()
+            raise
+
     with ThreadPoolExecutor(len(calls)) as threads:
-        return [running.result() for running in [threads.submit(call) for call in calls]]
+        running = [threads.submit(run, number) for number in range(len(calls))]
+    if failures:
+        raise failures[0]
+    return [one.result() for one in running]
 
 
-def _groups(size: int) -> list[TensorParallel]:
-    store = HashStore()
-    return at_once(
-        [lambda rank=rank: TensorParallel.over_gloo(store, "tp", rank, size) for rank in range(size)]
-    )
+def groups(size: int) -> list[TensorParallel]:
+    """A tensor-parallel group of ``size`` ranks of this process, each rank's place in it, in order."""
+    store = local_store()
+    return at_once([partial(TensorParallel.over_gloo, store, "tp", rank, size) for rank in range(size)])

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, distributed
 from torch.autograd import Function
 
-from weightsync.backends.store import Store
+from weightsync.backends.store import Store, prefixed
+
+Map = Callable[[Tensor], Tensor]
+
+HOST = "127.0.0.1"
+"""Where ranks of a group reach each other; all of a run are on one host."""
 
 WAIT = timedelta(minutes=5)
 """How long a collective waits for a peer; a peer whose process ended is noticed at once."""
@@ -36,12 +41,17 @@ class TensorParallel:
 
     @classmethod
     def over_gloo(cls, store: Store, prefix: str, rank: int, size: int) -> TensorParallel:
-        """A group that meets under ``prefix`` on ``store``, which nobody used before; blocks until all are there."""
+        """A group of one host that meets under ``prefix`` on ``store``, which nobody used before.
+
+        Blocks until all are there; raises RuntimeError when one does not come within ``WAIT``.
+        """
         if size == 1:
             return cls()
-        gloo: Any = distributed
-        met = gloo.PrefixStore(prefix, store)
-        return cls(rank, size, gloo.ProcessGroupGloo(met, rank, size, WAIT))
+        gloo: Any = distributed.ProcessGroupGloo  # its type stubs lack the options
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=HOST)]  # by address, so that no name is looked up
+        options._timeout = WAIT
+        return cls(rank, size, gloo(prefixed(store, [prefix]), rank, size, options))
 
     def all_gather(self, part: Tensor) -> list[Tensor]:
         """Every rank's ``part``, of one shape and dtype on all of them, in rank order; new storage."""
@@ -74,53 +84,61 @@ class TensorParallel:
         longest = max(sizes)
         padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
         outputs = [[torch.empty_like(padded) for _ in range(self.size)]] if self.rank == 0 else []
-        options = distributed.GatherOptions()  # type: ignore[attr-defined]
+        options = distributed.GatherOptions()
         options.rootRank = 0
         self._group.gather(outputs, [padded], options).wait()
         if self.rank != 0:
             return None
         return [part[:size] for part, size in zip(outputs[0], sizes, strict=True)]
 
+    def close(self) -> None:
+        """Leave the group: whoever waits for this rank in it fails at once. Of no use afterwards."""
+        self._group = None
+
     # ---- differentiable -----------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x``, the same on all ranks, on its way into partial work; its gradient is summed over ranks."""
-        if self.size == 1:
-            return x
-        result: Tensor = _Enter.apply(x, self.sum)
-        return result
+        """``x``, the same on all ranks, on its way into partial work; its gradient is summed over ranks.
+
+        Megatron's ``_CopyToModelParallelRegion``.
+        """
+        return x if self.size == 1 else _both_ways(x, _same, self.sum)
 
     def leave(self, part: Tensor) -> Tensor:
-        """The sum over ranks of partial results; the gradient, the same on all ranks, goes back as it is."""
-        if self.size == 1:
-            return part
-        result: Tensor = _Leave.apply(part, self.sum)
-        return result
+        """The sum over ranks of partial results; the gradient, the same on all ranks, goes back as it is.
+
+        Megatron's ``_ReduceFromModelParallelRegion``.
+        """
+        return part if self.size == 1 else _both_ways(part, self.sum, _same)
+
+    def all_rows(self, part: Tensor) -> Tensor:
+        """Every rank's rows, equally many on each, in rank order; gradients are summed, and each gets its part."""
+        first, end = self.rank * len(part), (self.rank + 1) * len(part)
+        return _both_ways(
+            part, lambda rows: torch.cat(self.all_gather(rows)), lambda grad: self.sum(grad)[first:end]
+        )
 
 
-class _Enter(Function):
-    """Identity; its backward is a collective. Megatron's ``_CopyToModelParallelRegion``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.collective = collective
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.collective(grad), None
-
-
-class _Leave(Function):
-    """A collective; its backward is the identity. Megatron's ``_ReduceFromModelParallelRegion``."""
+class _BothWays(Function):
+    """One map forward, another one for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
-        return collective(part)
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def _both_ways(x: Tensor, there: Map, back: Map) -> Tensor:
+    result: Tensor = _BothWays.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def shared_rows(weight: Tensor, first: int, rows: int, tp: TensorParallel) -> Tensor:
@@ -134,5 +152,4 @@ def shared_rows(weight: Tensor, first: int, rows: int, tp: TensorParallel) -> Te
         whole[first : first + len(grad)] = grad
         return tp.sum(whole)[first : first + len(grad)]
 
-    result: Tensor = _Enter.apply(weight, over_holders)
-    return result
+    return _both_ways(weight, _same, over_holders)

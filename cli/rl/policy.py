@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from weightsync.cli.model.config import DecoderConfig
 from weightsync.cli.model.decoder import rms_norm, rotary_frequencies, rotate
-from weightsync.cli.rl.parallel import TensorParallel, shared_rows
+from weightsync.cli.rl.parallel import TensorParallel
 from weightsync.cli.rl.views import Attention, Layer, LocalModel
 from weightsync.reference.heads import query_to_kv
 
@@ -56,10 +56,11 @@ class Policy:
         self.tp = tp
         self._frequencies = rotary_frequencies(config)
 
-    def logits(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
-        """This rank's scores of the next token, (B, T, V); minus infinity for rows of padding.
+    def logits(self, tokens_BT: Tensor, cache: Cache | None = None, last: int | None = None) -> Tensor:
+        """This rank's scores of the next token, (B, T, V); minus infinity where a rank has padding, or no row.
 
-        With a ``cache``, ``tokens_BT`` are those behind what it holds.
+        V is the same on all ranks. With a ``cache``, ``tokens_BT`` are those behind what it holds. With ``last``,
+        scores behind the last so many tokens only, which takes less memory.
         """
         model, start = self.model, cache.tokens if cache is not None else 0
         x = self._embed(tokens_BT)
@@ -68,12 +69,16 @@ class Policy:
             x = x + self.tp.leave(self._attend(number, layer.attention, normed, cache, start))
             normed = self.tp.enter(rms_norm(x, layer.norms[1], self.config.eps))
             x = x + self.tp.leave(_mlp(layer, normed))
+        x = x if last is None else x[:, x.shape[1] - last :]
         x = self.tp.enter(rms_norm(x, model.norm, self.config.eps))
-        scores = functional.linear(x, model.head)
-        if model.real_rows == len(model.head):
-            return scores
-        padding = torch.arange(len(model.head)) >= model.real_rows
-        return scores.masked_fill(padding, -math.inf)
+        scores = functional.linear(x, model.head[: model.real_rows])
+        return functional.pad(scores, (0, max(model.rows) - model.real_rows), value=-math.inf)
+
+    def whole(self, scores_BTV: Tensor) -> Tensor:
+        """Scores of the whole vocabulary, without padding, (B, T, vocab), from every rank's; not differentiable."""
+        parts = self.tp.all_gather(scores_BTV)
+        held = [part[..., :rows] for part, rows in zip(parts, self.model.rows, strict=True)]
+        return torch.cat(held, dim=-1)[..., : self.config.shape.vocab]
 
     def logprobs(self, scores_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probabilities in nats, (B, T), the same on all ranks, of ``targets_BT`` under this rank's scores."""
@@ -87,8 +92,9 @@ class Policy:
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         local = tokens_BT - self.model.first_token
-        mine = (local >= 0) & (local < len(self.model.embedding))
-        rows = functional.embedding(local.where(mine, 0), self.model.embedding)
+        mine = (local >= 0) & (local < self.model.real_rows)
+        table = self.model.embedding if len(self.model.embedding) else self.model.norm[None]
+        rows = functional.embedding(local.where(mine, 0), table)
         return self.tp.leave(rows * mine.unsqueeze(-1))
 
     def _attend(
@@ -102,9 +108,7 @@ class Policy:
         def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
             return functional.linear(x_BTD, weight, bias).view(batch, tokens, -1, width)
 
-        q = heads(weights.q, q_bias)
-        k = heads(self._shared(weights.k), None if k_bias is None else self._shared(k_bias))
-        v = heads(self._shared(weights.v), None if v_bias is None else self._shared(v_bias))
+        q, k, v = heads(weights.q, q_bias), heads(weights.k, k_bias), heads(weights.v, v_bias)
         if weights.norms is not None:
             q_norm, k_norm = map(self.tp.enter, weights.norms)
             q, k = rms_norm(q, q_norm, self.config.eps), rms_norm(k, k_norm, self.config.eps)
@@ -117,14 +121,6 @@ class Policy:
         future = torch.ones(tokens, k.shape[2], dtype=torch.bool).triu(1 + start)
         scores = (q @ k.transpose(-1, -2) / math.sqrt(width)).masked_fill(future, -math.inf)
         return functional.linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(2), weights.out)
-
-    def _shared(self, weight: Tensor) -> Tensor:
-        """A key or value projection whose heads other ranks may hold as well."""
-        kv_heads, width = self.config.shape.kv_heads, self.config.shape.head_dim
-        if not weight.requires_grad or kv_heads % self.tp.size == 0:
-            return weight
-        first = self.model.heads.kv[0] * width
-        return shared_rows(weight, first, kv_heads * width, self.tp)
 
 
 def _mlp(layer: Layer, x_BTD: Tensor) -> Tensor:

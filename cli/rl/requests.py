@@ -13,7 +13,7 @@ from weightsync.reference.errors import WeightSyncError
 GENERATE, SAMPLES = "generate", "samples"
 
 ASKED = ("request", "step", "first", "questions", "answer_tokens", "group")
-"""What a ``generate`` word says; a leader hands it to its followers as it is."""
+"""Keys of a GENERATE word that the leader of a rollout hands on to its other ranks."""
 
 
 class LeadSamples:
@@ -44,6 +44,7 @@ class LeadSamples:
         self._epoch = epoch
         self._requests = 0
         self._failures = 0
+        self._why: dict[int, str] = {}
 
     def committed(self, members: Iterable[int]) -> None:
         """Take in that these rollouts hold the trainer's weights."""
@@ -58,9 +59,10 @@ class LeadSamples:
 
     def _ask(self, step: int, questions: Questions, first: int, end: int) -> list[Samples]:
         if not self.able:
+            words = "; ".join(f"rollout {number} {why}" for number, why in sorted(self._why.items()))
             raise WeightSyncError(
-                f"no rollout is left to sample for step {step}; expected at least one that holds weights, so look at "
-                "why they were lost"
+                f"no rollout is left to sample for step {step} ({words or 'none was ever updated'}); expected at least "
+                "one that holds weights, so look at why they were lost"
             )
         self._requests += 1
         dealt = dict(zip(sorted(self.able), shares(end - first, len(self.able)), strict=True))
@@ -81,6 +83,7 @@ class LeadSamples:
                 found.append(Samples.of(word["samples"]))
             else:
                 self.able.discard(number)
+                self._why[number] = "is gone" if word is None else f"says: {word['reason']}"
                 self._failures += 1
                 failed.append(share)
         for a, b in failed:

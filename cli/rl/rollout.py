@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,38 +52,45 @@ class SamplingRank:
         self._work = work
         self._turns = turns
         self._group = ""
+        self._tp: TensorParallel | None = None
         self._generator: Generator | None = None
 
     def answer(self, desk: Desk, lead: RankId, word: Mapping[str, Any]) -> None:
-        """Generate what ``word`` asks for; the leader has its followers do the same, and replies."""
-        if not self._half.leader:
-            self._generate(word)
-            return
-        samples = None
-        if self._half.dirty is None:
-            desk.tell(self._half.followers, GENERATE, **{key: word[key] for key in ASKED})
-            samples = self._generate(word)
-        answer = None if samples is None else samples.to_json()
-        desk.tell([lead], f"{SAMPLES} {word['request']}", samples=answer)
+        """Generate what ``word`` asks for; the leader has its followers do the same, and replies.
 
-    def _generate(self, word: Mapping[str, Any]) -> Samples | None:
-        """The samples; None when this rank, or one that it generates with, could not: the lead asks others then."""
-        try:
-            return self._draw(word)
-        except Exception:
-            traceback.print_exc()  # this rank's log; a group that broke is met under another name next time
-            return None
+        Never raises: a rollout that cannot generate says why, and a rank that fails leaves the group of its rollout, so
+        that the others fail at once as well. They meet anew when they are asked under another group name.
+        """
+        if self._half.leader and self._half.dirty is not None:
+            samples, reason = None, self._half.dirty
+        else:
+            if self._half.leader:
+                desk.tell(self._half.followers, GENERATE, **{key: word[key] for key in ASKED})
+            try:
+                samples, reason = self._generate(word).to_json(), ""
+            except Exception as error:
+                samples, reason = None, f"{type(error).__name__}: {error}"
+                self._leave()
+        if self._half.leader:
+            desk.tell([lead], f"{SAMPLES} {word['request']}", samples=samples, reason=reason)
 
-    def _draw(self, word: Mapping[str, Any]) -> Samples:
+    def _generate(self, word: Mapping[str, Any]) -> Samples:
         if word["group"] != self._group or self._generator is None:
-            ranks = self._half.ranks
-            tp = TensorParallel.over_gloo(
-                self._store, f"{self._prefix}/{word['group']}", ranks.index(self._half.verbs.me), len(ranks)
+            self._leave()
+            ranks, group = self._half.ranks, word["group"]
+            self._tp = TensorParallel.over_gloo(
+                self._store, f"{self._prefix}/{group}", ranks.index(self._half.verbs.me), len(ranks)
             )
-            self._generator = Generator(self._config, self._weights, self._work, tp, self._turns)
-            self._group = word["group"]
+            self._generator = Generator(self._config, self._weights, self._work, self._tp, self._turns)
+            self._group = group
         version, questions = self._half.version, torch.tensor(word["questions"], dtype=torch.int64)
         tokens, logprobs = self._generator.generate(
             word["step"], word["first"], questions, word["answer_tokens"]
         )
         return Samples(word["first"], tokens, logprobs, version)
+
+    def _leave(self) -> None:
+        self._generator = None
+        if self._tp is not None:
+            self._tp.close()
+            self._tp = None

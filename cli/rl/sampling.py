@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weightsync.cli.rl.policy import Cache, Policy
+from weightsync.reference.errors import WeightSyncError
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +53,23 @@ class Samples:
 def joined(parts: Sequence[Samples], total: int) -> Samples:
     """The samples of a whole step, in order, from ``parts`` in any order; the oldest version counts.
 
-    Raises ValueError when the parts are not exactly samples 0 to ``total`` - 1.
+    Raises WeightSyncError when the parts are not exactly samples 0 to ``total`` - 1.
     """
     ordered = sorted(parts, key=lambda part: part.first)
     place = 0
     for part in ordered:
         if part.first != place:
-            raise ValueError(
-                f"samples {place} to {part.first - 1} are missing or doubled; expected each once"
+            wrong = "missing" if part.first > place else "there twice"
+            first, last = sorted((part.first, place))
+            raise WeightSyncError(
+                f"samples {first} to {last - 1} of a step are {wrong}; expected each once, so look at what the "
+                "rollouts were asked and what they answered"
             )
         place += len(part.tokens)
     if place != total:
-        raise ValueError(f"there are {place} samples in all; expected {total}")
+        raise WeightSyncError(
+            f"the rollouts gave {place} samples of a step; expected {total}, so look at what they were asked"
+        )
     return Samples(
         0,
         torch.cat([part.tokens for part in ordered]),
@@ -78,38 +85,30 @@ def uniforms(seed: int, step: int, first: int, count: int, tokens: int) -> Tenso
 
 
 def draw(
-    policy: Callable[[], Policy],
-    prompts: Tensor,
-    uniform: Tensor,
-    temperature: float,
-    done: Callable[[], None] = lambda: None,
+    turn: Callable[[], AbstractContextManager[Policy]], prompts: Tensor, uniform: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Sample one answer per prompt; every tensor-parallel rank calls it and gets the same.
 
     Args:
-        policy: called before each token, and may wait; gives its policy, whose weights may be newer than the last's.
+        turn: entered before each token, where it may wait, and left when no rank of the group reads a weight any more;
+            gives the token's policy, whose weights may be newer than the last's.
         prompts: (n, P) int64.
         uniform: (n, answer tokens) float64 in [0, 1); token t is the first whose cumulated probability exceeds it.
         temperature: divides the scores.
-        done: called after each token, when no rank of the group reads a weight any more.
 
     Returns:
         Tokens (n, answer tokens) int64 and their log-probabilities in nats, float32, at that temperature.
     """
     cache, tokens, logprobs = Cache(), [prompts], []
     for number in range(uniform.shape[1]):
-        now = policy()
-        try:
-            parts = now.tp.all_gather(now.logits(tokens[-1], cache)[:, -1])
-        finally:
-            done()
-        vocab = now.config.shape.vocab
-        log_p = (torch.cat(parts, dim=-1)[:, :vocab].double() / temperature).log_softmax(-1)
+        with turn() as policy:
+            scores = policy.whole(policy.logits(tokens[-1], cache, last=1))[:, -1]
+        log_p = (scores.double() / temperature).log_softmax(-1)
         cumulated = log_p.exp().cumsum(-1)
         chosen = torch.searchsorted(
             cumulated, uniform[:, number : number + 1] * cumulated[:, -1:], right=True
         )
-        chosen = chosen.clamp_max(vocab - 1)
+        chosen = chosen.clamp_max(scores.shape[-1] - 1)
         tokens.append(chosen)
         logprobs.append(log_p.gather(-1, chosen).float())
     return torch.cat(tokens[1:], dim=-1), torch.cat(logprobs, dim=-1)

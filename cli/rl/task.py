@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weightsync.cli.model.config import CheckpointError
+from weightsync.cli.model.data import read_tokenizer, require_tokens
 from weightsync.cli.scenario_tables import Rl
 
 SYMBOLS = "0123456789+="
@@ -19,6 +20,8 @@ SYMBOLS = "0123456789+="
 
 SHOTS = 3
 """Solved examples before each question to a pretrained model, which otherwise would not know the form."""
+
+ONE_TOKEN = "expected one token per digit, so take a model whose tokenizer splits numbers"
 
 
 class Codec(Protocol):
@@ -48,16 +51,22 @@ class TokenizerCodec:
 
     Args:
         path: ``tokenizer.json``.
+        vocab: rows of the model's embedding.
+
+    Raises:
+        CheckpointError: the file is no tokenizer, or the package ``tokenizers`` is not installed.
     """
 
-    def __init__(self, path: Path) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(path))
+    def __init__(self, path: Path, vocab: int) -> None:
+        self._path = path
+        self._vocab = vocab
+        self._tokenizer = read_tokenizer(path)
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of a prompt."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Token numbers of a prompt. Raises CheckpointError when one is outside of the model's vocabulary."""
+        tokens = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        require_tokens(tokens, self._vocab, f"{self._path} gives token")
+        return tokens
 
     def symbol(self, token: int) -> str:
         """The text of one token."""
@@ -67,11 +76,11 @@ class TokenizerCodec:
 def codec(folder: Path, vocab: int) -> Codec:
     """The folder's own tokenizer, or ``SYMBOLS`` without one.
 
-    Raises CheckpointError when the vocabulary is too small for the symbols.
+    Raises CheckpointError when the vocabulary is too small for the symbols, or the tokenizer cannot be read.
     """
     path = folder / "tokenizer.json"
     if path.is_file():
-        return TokenizerCodec(path)
+        return TokenizerCodec(path, vocab)
     if vocab < len(SYMBOLS):
         raise CheckpointError(
             f"{folder} has no tokenizer.json and key 'vocab_size' is {vocab}; expected at least {len(SYMBOLS)}, one "
@@ -115,7 +124,8 @@ class DigitTask:
     def questions(self, step: int) -> Questions:
         """The prompts of one step, from 1; all of one length.
 
-        Raises CheckpointError when the tokenizer makes prompts of unequal length, which one batch cannot hold.
+        Raises CheckpointError when the tokenizer does not make one token of each digit: one batch could not hold
+        the prompts, or no answer of ``answer_tokens`` tokens could be right.
         """
         random = np.random.default_rng([self.seed, step])
         texts, answers = [], []
@@ -130,8 +140,16 @@ class DigitTask:
         if len({len(row) for row in rows}) > 1:
             raise CheckpointError(
                 f"the tokenizer makes {min(map(len, rows))} to {max(map(len, rows))} tokens of prompts with equally "
-                "many digits; expected one token per digit, so take a model whose tokenizer splits numbers"
+                f"many digits; {ONE_TOKEN}"
             )
+        for row, text, answer in zip(rows, texts, answers, strict=True):
+            whole = self.codec.encode(text + answer)
+            if whole[: len(row)] != row or [self.codec.symbol(token) for token in whole[len(row) :]] != [
+                *answer
+            ]:
+                raise CheckpointError(
+                    f"the tokenizer makes {len(whole) - len(row)} tokens of the answer {answer!r}; {ONE_TOKEN}"
+                )
         return Questions(torch.tensor(rows, dtype=torch.int64), tuple(answers))
 
     def reward(self, answer: str, tokens: Sequence[int]) -> float:

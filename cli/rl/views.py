@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, cat
 
-from weightsync.reference.errors import PlanMismatch
-from weightsync.reference.heads import HeadShare, head_share
+from weightsync.cli.rl.parallel import TensorParallel, shared_rows
+from weightsync.reference.heads import HeadCut, HeadShare, head_share
 from weightsync.reference.model import ModelShape, prefix
 
 
@@ -61,6 +62,7 @@ class LocalModel:
         heads: the rank's part of the heads.
         embedding: (rows, D), the rank's part of the vocabulary, padding included.
         head: likewise; ``embedding`` itself where tied.
+        rows: per rank, the rows of the vocabulary that it holds, padding included; consecutive in rank order.
         first_token: the vocabulary row that ``embedding[0]`` is.
         layers: in order.
         norm: the last RMSNorm's weight (D,).
@@ -70,6 +72,7 @@ class LocalModel:
     heads: HeadShare
     embedding: Tensor
     head: Tensor
+    rows: tuple[int, ...]
     first_token: int
     layers: tuple[Layer, ...]
     norm: Tensor
@@ -80,26 +83,32 @@ class LocalModel:
         return max(0, min(len(self.head), self.shape.vocab - self.first_token))
 
 
-def trainer_view(shape: ModelShape, params: Mapping[str, Tensor], rank: int, tp: int) -> LocalModel:
+def trainer_view(shape: ModelShape, params: Mapping[str, Tensor], tp: TensorParallel) -> LocalModel:
     """A Megatron rank's parameters, by runtime name, in any dtype; differentiable with respect to them.
 
-    Raises PlanMismatch where a rank holds parts of heads, as Megatron cuts with more ranks than key/value heads.
+    A collective of the group, and so is going back through it. Where the parameters are not cut by heads, or some
+    heads are on several ranks, ranks exchange rows or gradients of key and value projections.
     """
-    heads = head_share(shape.heads, shape.kv_heads, rank, tp)
-    per_group = shape.heads // shape.kv_heads
+    heads = head_share(shape.heads, shape.kv_heads, tp.rank, tp.size)
+    per_group, width = shape.heads // shape.kv_heads, shape.head_dim
     blocks = []
     for group in range(*heads.kv):
         first, end = max(heads.q[0], group * per_group), min(heads.q[1], (group + 1) * per_group)
-        blocks += [(end - first) * shape.head_dim, shape.head_dim, shape.head_dim]
+        blocks += [(end - first) * width, width, width]
+    by_heads = HeadCut.of(shape, "grouped")
+    replicas = shape.kv_heads % tp.size != 0
+    equal_parts = replicas and by_heads.even(tp.size)
 
     def ungrouped(fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if len(fused) != sum(blocks):
-            raise PlanMismatch(
-                f"trainer rank {rank} of {tp} holds {len(fused)} rows of linear_qkv, expected the {sum(blocks)} of its "
-                f"whole heads; with {shape.kv_heads} key/value heads choose a tensor-parallel size that is no larger"
-            )
-        parts = fused.split(blocks)
-        return cat(parts[0::3]), cat(parts[1::3]), cat(parts[2::3])
+        if equal_parts:  # cut through groups, as Megatron has it with more ranks than groups
+            whole = tp.all_rows(fused)
+            fused = cat([whole[first:end] for (first, end), _ in by_heads.held(tp.rank, tp.size)])
+        parts = fused.split_with_sizes(blocks)
+        q, k, v = cat(parts[0::3]), cat(parts[1::3]), cat(parts[2::3])
+        if replicas and not equal_parts:
+            first, rows = heads.kv[0] * width, shape.kv_heads * width
+            k, v = shared_rows(k, first, rows, tp), shared_rows(v, first, rows, tp)
+        return q, k, v
 
     layers = []
     for number in range(shape.layers):
@@ -125,22 +134,24 @@ def trainer_view(shape: ModelShape, params: Mapping[str, Tensor], rank: int, tp:
         )
     embedding = params["embedding.word_embeddings.weight"]
     head = embedding if shape.tied else params["output_layer.weight"]
+    rows, first_token = _vocabulary(embedding, tp)
     return LocalModel(
         shape,
         heads,
         embedding,
         head,
-        rank * len(embedding),
+        rows,
+        first_token,
         tuple(layers),
         params["decoder.final_layernorm.weight"],
     )
 
 
-def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], rank: int, tp: int) -> LocalModel:
-    """A rollout rank's weights, by runtime name, fused or under the checkpoint's own names."""
-    heads = head_share(shape.heads, shape.kv_heads, rank, tp)
+def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], tp: TensorParallel) -> LocalModel:
+    """A rollout rank's weights, by runtime name, fused or under the checkpoint's own names. A collective."""
+    heads = head_share(shape.heads, shape.kv_heads, tp.rank, tp.size)
     counts = (heads.q, heads.kv, heads.kv)
-    rows = [(end - first) * shape.head_dim for first, end in counts]
+    sizes = [(end - first) * shape.head_dim for first, end in counts]
 
     def projections(at: str, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         fused = weights.get(f"{at}.qkv_proj.{kind}")
@@ -150,7 +161,7 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], rank: int, tp
                 weights[f"{at}.k_proj.{kind}"],
                 weights[f"{at}.v_proj.{kind}"],
             )
-        q, k, v = fused.split(rows)
+        q, k, v = fused.split_with_sizes(sizes)
         return q, k, v
 
     layers = []
@@ -179,6 +190,13 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], rank: int, tp
         )
     embedding = weights[shape.embedding.name]
     head = embedding if shape.tied else weights[shape.head.name]
+    rows, first_token = _vocabulary(embedding, tp)
     return LocalModel(
-        shape, heads, embedding, head, rank * len(embedding), tuple(layers), weights[shape.final_norm.name]
+        shape, heads, embedding, head, rows, first_token, tuple(layers), weights[shape.final_norm.name]
     )
+
+
+def _vocabulary(embedding: Tensor, tp: TensorParallel) -> tuple[tuple[int, ...], int]:
+    """Rows of every rank, which a padded vocabulary may leave unequal, and the first row of this one."""
+    rows = tuple(int(count) for count in tp.all_gather(torch.tensor(len(embedding))))
+    return rows, sum(rows[: tp.rank])

@@ -1,4 +1,4 @@
-"""A headless Chromium driven over its DevTools pipe, which needs no port and no driver."""
+"""A headless Chromium driven over its DevTools pipe, which needs no port and no driver; RL ranks as threads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ import select
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from weightsync.cli.rl.local import at_once, groups
+from weightsync.cli.rl.parallel import TensorParallel
+
+OnRanks = Callable[[int, Callable[[TensorParallel], Any]], list[Any]]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -153,3 +159,17 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     found = Browser(path, tmp_path_factory.mktemp("browser"))
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> OnRanks:
+    """Have a function called on each rank of a group, at once; what it returned, per rank. Groups serve again."""
+    idle: dict[int, list[TensorParallel]] = {}
+
+    def run(size: int, call: Callable[[TensorParallel], Any]) -> list[Any]:
+        tps = idle.pop(size, None) or groups(size)
+        found = at_once([partial(call, tp) for tp in tps], tps)
+        idle[size] = tps
+        return found
+
+    return run

@@ -54,6 +54,7 @@ def test_every_problem_is_listed_not_only_the_first() -> None:
         ("policy=3", "expected a table of keys"),
         ("workload.steps=many", "valid integer"),
         ("name.first=x", "is not a key"),
+        ("workload={kind = 'rl', lr = 1e-7}", "rl.lr_last is 1e-06, more than lr, which is 1e-07"),
         ("model.shape.num_key_value_heads=3", "does not divide num_attention_heads"),
         ("faults.flip_bit={rollout = 2, rank = 0, version = 1}", "faults.flip_bit.rollout is 2"),
         ("faults.flip_bit={rollout = 1, rank = 2, version = 1}", "faults.flip_bit.rank is 2"),
