@@ -26,6 +26,7 @@ from weightsync.cli.scenario import Scenario
 from weightsync.cli.tables import CheckRow, VersionRow, in_order, verdict_text
 from weightsync.cli.verify import group_digests
 from weightsync.cli.workload import deployment
+from weightsync.reference.metrics import exposed_ns, total_ns, update_metrics
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trace import Span
 
@@ -79,11 +80,8 @@ def phases_ns(record: RunRecord) -> dict[str, int]:
     found = dict(record.trace.phase_ns())
     calls = [one.inside for one in record.trainers]
     if all(calls):
-        found["total"] = sum(
-            max(end for _, end in update) - min(start for start, _ in update)
-            for update in zip(*calls, strict=False)
-        )
-        found["exposed"] = sum(end - start for start, end in calls[0])
+        found["total"] = sum(total_ns(update) for update in zip(*calls, strict=False))
+        found["exposed"] = sum(exposed_ns([call]) for call in calls[0])
     pauses = _pauses(record.trace.spans)
     if pauses:
         found["paused"] = sum(pauses)
@@ -166,32 +164,14 @@ def _without_paths(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any]:
-    partly = outcome.full and outcome.delta_bytes
-    changed = elements if outcome.changed is None else outcome.changed
-    kind = "mixed" if partly else "full" if outcome.full else "delta" if changed else "empty"
-    row = VersionRow(outcome.version or 0, kind, changed, elements, outcome.nbytes)
     audits = [one for one in record.audits if one.version == outcome.version]
     digests: dict[str, int] = {}
     if outcome.committed and outcome.digest is not None and audits:
         digests = {f"trainer.{rank}": outcome.digest for rank in range(len(record.trainers))} | group_digests(
             audits
         )
-    return {
-        "update": outcome.update,
-        "version": outcome.version,
-        "committed": outcome.committed,
-        "reason": outcome.reason,
-        "kind": kind,
-        "members": list(outcome.members),
-        "full": list(outcome.full),
-        "changed": changed,
-        "elements": elements,
-        "density": row.density,
-        "full_bytes": outcome.full_bytes,
-        "delta_bytes": outcome.delta_bytes,
-        "bits_per_change": row.bits_per_change,
-        "digests": {rank: _hex(digest) for rank, digest in digests.items()},
-    }
+    named = {rank: _hex(digest) for rank, digest in digests.items()}
+    return update_metrics(outcome, elements).row() | {"digests": named}
 
 
 def _pauses(spans: Sequence[Span]) -> list[int]:

@@ -7,16 +7,17 @@ from functools import partial
 from typing import Any
 
 from weightsync.reference.control import Verdict, Vote
-from weightsync.reference.digest import wrap
-from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted, WeightSyncError
+from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId, RolloutRef
 from weightsync.reference.membership import find_members
+from weightsync.reference.metrics import OnUpdate
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import DELTA, FULL, Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.snapshot import BaselineSlots
-from weightsync.reference.transmit import Job, Stream, transmit
+from weightsync.reference.transmit import Job, Stream, make_job, transmit
+from weightsync.reference.watched import Watched
 
 
 class Trainer:
@@ -29,6 +30,11 @@ class Trainer:
         rollouts: the rollouts of the scenario.
         settings: equal on every rank.
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
+        on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
+            by ``update``; the update stays what it was, and ``last`` has its outcome.
+
+    Attributes:
+        last: the outcome of the last update that is over, or None.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class Trainer:
         rollouts: Sequence[RolloutRef],
         settings: ProtocolSettings,
         on_version: Callable[[int, int], None] | None = None,
+        on_update: OnUpdate | None = None,
     ) -> None:
         self.verbs = verbs
         self.plan = plan
@@ -46,6 +53,7 @@ class Trainer:
         self.rollouts = {rollout.number: rollout for rollout in rollouts}
         self.settings = settings
         self.on_version = on_version
+        self.on_update = on_update
         self.fanout = Fanout(verbs, settings.tries)
         self.slots = BaselineSlots()
         self.updates = 0
@@ -56,6 +64,7 @@ class Trainer:
         self.gone: dict[int, str] = {}
         self.groups: list[Group] = []
         self.job: Job | None = None
+        self.last: Outcome | None = None
 
     @property
     def lead(self) -> bool:
@@ -73,6 +82,16 @@ class Trainer:
         self.updates += 1
         self.verbs.update = self.updates
         self.job = None
+        watched = Watched(self)
+        try:
+            outcome = await self._update()
+        except Exception as error:
+            watched.end(self.outcome(False, str(error)), error)
+            raise
+        watched.end(outcome)
+        return outcome
+
+    async def _update(self) -> Outcome:
         try:
             await self.connect(self.deadline_ns(self.settings.connect_ns))
             deadline_ns = self.deadline_ns(self.settings.update_ns)
@@ -198,31 +217,7 @@ class Trainer:
     # ---- the lead's part of each stage -----------------------------------------------------------------------
 
     async def _make_job(self, made: list[Job], deadline_ns: int) -> None:
-        group = self.group("trainer", self.ranks)
-        await self.open_group(group, deadline_ns)
-        slot = self.choose_slot()
-        base = self.slots.acknowledged if set(self.members) - set(self.behind) else None
-        failure: Exception | None = None
-        share, counts, changes = 0, (0,) * len(self.plan.pieces), None
-        try:
-            self.slots.invalidate(slot)
-            await self.verbs.snapshot(slot)
-            if base is not None:
-                changes = await self.verbs.diff(slot, base)
-                counts = changes.counts
-            share = await self.verbs.source_digest(slot, afresh=self.settings.verifies(self.updates))
-        except Exception as error:
-            failure = error
-        matrix = await self.verbs.exchange(group, [int(failure is not None), share, *counts], deadline_ns)
-        if failure is not None:
-            raise failure
-        failed = [str(rank) for rank, row in zip(self.ranks, matrix, strict=True) if row[0]]
-        if failed:
-            raise WeightSyncError(f"the source of {', '.join(failed)} failed; see its own reason")
-        rows = [row[2:] for row in matrix]
-        totals = tuple(sum(column) for column in zip(*rows, strict=True))
-        base_version = self.slots.version(base) if base is not None else 0
-        made.append(Job(slot, base_version, changes, rows, totals, wrap(sum(row[1] for row in matrix))))
+        made.append(await make_job(self, deadline_ns))
 
     async def _start_rollouts(self, job: Job, deadline_ns: int) -> Mapping[str, Any]:
         job.version = self.next_version()
@@ -266,17 +261,9 @@ class Trainer:
 
     def outcome(self, committed: bool, reason: str) -> Outcome:
         """The record of this update."""
-        job = self.job
-        if job is None:
+        if self.job is None:
             return Outcome(self.updates, None, committed, reason)
-        delta = any(stream.kind == DELTA for stream in job.streams)
-        return Outcome(
-            self.updates, job.version, committed, reason,
-            members=tuple(n for s in job.streams for n in s.rollouts),
-            full=tuple(n for s in job.streams if s.kind == FULL for n in s.rollouts),
-            changed=sum(job.counts) if delta else None, counts=self.plan.tensor_counts(job.counts) if delta else None,
-            full_bytes=job.nbytes[FULL], delta_bytes=job.nbytes[DELTA], digest=job.digest,
-        )  # fmt: skip
+        return self.job.outcome(self.updates, committed, reason, self.plan)
 
     def _leaders(self) -> list[RankId]:
         return [self.rollouts[number].leader for number in self.members]
