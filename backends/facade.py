@@ -15,6 +15,7 @@ from typing import Self
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.metrics import OnUpdate, UpdateMetrics, deliver
 from weightsync.reference.protocol import Outcome
+from weightsync.reference.status import TrainerStatus
 from weightsync.reference.trainer import Trainer
 
 Built = Trainer | Awaitable[Trainer] | AbstractAsyncContextManager[Trainer]
@@ -79,11 +80,7 @@ class TrainerFacade:
             PeerLost: a trainer rank is lost, or a rollout under ``on_rollout_loss = "fail"``.
             WeightSyncError: closed, or called from the private thread, or while another push runs.
         """
-        if threading.current_thread() is self._thread:
-            raise WeightSyncError(
-                f"push() was called on the private thread {self._thread.name!r}, expected another one; "
-                "it would wait for itself"
-            )
+        self._refuse_own_thread("push")
         with self._turn:
             if self._closed:
                 raise WeightSyncError("push() was called on a closed facade, expected an open one; make one")
@@ -105,17 +102,34 @@ class TrainerFacade:
         self._tell()
         return outcome
 
+    def status(self, timeout_s: float = 10.0) -> TrainerStatus:
+        """What every rollout rank says of itself, and what the lead knows of them; call it on the lead.
+
+        Any thread may ask, also while another one pushes; the push neither waits nor changes. A rank that does not
+        answer within ``timeout_s`` is in it, with why.
+
+        Raises:
+            WeightSyncError: closed, or called from the private thread.
+        """
+        self._refuse_own_thread("status")
+        with self._turn:
+            if self._closed:
+                raise WeightSyncError(
+                    "status() was called on a closed facade, expected an open one; make one"
+                )
+            asking = asyncio.run_coroutine_threadsafe(self._ask(int(timeout_s * 1e9)), self._loop)
+        try:
+            return asking.result()
+        except concurrent.futures.CancelledError:
+            raise WeightSyncError("the facade was closed while status() waited for the rollouts") from None
+
     def close(self) -> None:
         """End a push that still runs, release the rollouts, end the thread. Repeatable.
 
         Raises:
             Exception: the first error of the private loop that no push raised.
         """
-        if threading.current_thread() is self._thread:
-            raise WeightSyncError(
-                f"close() was called on the private thread {self._thread.name!r}, expected another one; "
-                "it would wait for itself"
-            )
+        self._refuse_own_thread("close")
         with self._turn:
             first, self._closed = not self._closed, True
         if first:
@@ -168,6 +182,16 @@ class TrainerFacade:
     async def _update(self) -> Outcome:
         async with self._pushing:
             return await self.trainer.update()
+
+    async def _ask(self, timeout_ns: int) -> TrainerStatus:
+        return await self.trainer.status(self.trainer.verbs.now_ns() + timeout_ns)
+
+    def _refuse_own_thread(self, call: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise WeightSyncError(
+                f"{call}() was called on the private thread {self._thread.name!r}, expected another one; "
+                "it would wait for itself"
+            )
 
     def _listen(self, trainer: Trainer) -> None:
         if trainer.on_update is not None:

@@ -25,6 +25,7 @@ from weightsync.cli.parts import MS
 from weightsync.cli.rank_run import PREFIX, Errand, rank_run
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.scenario import Scenario, check
+from weightsync.cli.telling import Tell, hear, unheard
 from weightsync.cli.workload import deployment, prepare
 from weightsync.reference.errors import DeadlineExceeded, WeightSyncError
 from weightsync.reference.members import RankId
@@ -51,17 +52,20 @@ class RankDied(WeightSyncError):
 
 
 def run_gloo(
-    scenario: Scenario, progress: Callable[[int], None], environ: Mapping[str, str] = os.environ
+    scenario: Scenario,
+    progress: Callable[[int], None],
+    environ: Mapping[str, str] = os.environ,
+    tell: Tell = unheard,
 ) -> RunRecord | None:
     """The scenario over gloo, one process per rank; see ``run.run``. Under torchrun this process is one of them."""
     if "TORCHELASTIC_RUN_ID" in environ:
-        return _under_torchrun(scenario, progress, environ)
+        return _under_torchrun(scenario, progress, environ, tell)
     ranks = deployment(scenario).ranks
     with tempfile.TemporaryDirectory(prefix="weightsync-") as scratch, _sigterm_raises():
         store = host_store(HOST)
         errand = Errand(scenario, Path(scratch), prepare(scenario, Path(scratch)))
         with Processes(errand, ranks, store) as processes:
-            processes.watch(progress)
+            processes.watch(progress, tell)
         return collect(errand, processes.alive_at_end)
 
 
@@ -114,7 +118,7 @@ class Processes:
     ) -> None:
         self.stop()
 
-    def watch(self, progress: Callable[[int], None]) -> None:
+    def watch(self, progress: Callable[[int], None], tell: Tell = unheard) -> None:
         """Return when every rank did its part; a rollout may be lost under ``on_rollout_loss = "continue"``.
 
         Raises:
@@ -132,7 +136,7 @@ class Processes:
                     f"the run, in which {', '.join(map(str, sorted(left)))} still works,"
                 ) from None
             if isinstance(event, str):
-                progress(int(event))
+                hear(event, progress, tell)
                 continue
             left.discard(rank)
             if event == 0:
@@ -170,8 +174,7 @@ class Processes:
         if process.stdout is not None:
             with process.stdout:
                 for line in process.stdout:
-                    if line.strip().isdigit():
-                        self._events.put((rank, line.strip()))
+                    self._events.put((rank, line))
         self._events.put((rank, process.wait()))
 
     def _log(self, rank: RankId) -> Path:
@@ -200,7 +203,7 @@ def collect(errand: Errand, ranks: Sequence[RankId]) -> RunRecord:
 
 
 def _under_torchrun(
-    scenario: Scenario, progress: Callable[[int], None], environ: Mapping[str, str]
+    scenario: Scenario, progress: Callable[[int], None], environ: Mapping[str, str], tell: Tell
 ) -> RunRecord | None:
     """This process's rank; the lead's process returns the record. All ranks are of one host."""
     ranks = deployment(scenario).ranks
@@ -226,7 +229,7 @@ def _under_torchrun(
         body: dict[str, Any] = {"scenario": scenario.to_dict(), "scratch": scratch}
         body["checkpoint"] = None if errand.checkpoint is None else str(errand.checkpoint)
         desk.tell(others, "errand", **body)
-        rank_run(me, world, errand, progress).run()
+        rank_run(me, world, errand, progress, tell).run()
         desk.hear_all(others, "done")
         desk.tell(others, "bye")
         return collect(errand, ranks)

@@ -1,4 +1,4 @@
-"""The command line: ``weightsync demo | run | plan | scenarios | backends | fuzz``."""
+"""The command line: ``weightsync demo | run | status | plan | scenarios | backends | fuzz``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from weightsync.cli.model.config import CheckpointError
 from weightsync.cli.record import RunRecord
 from weightsync.cli.run import BACKENDS, run
 from weightsync.cli.scenario import Scenario, ScenarioError
+from weightsync.cli.status import FolderInUse, status_of_run
+from weightsync.cli.status_view import status_command
 from weightsync.cli.tables import CheckRow, progress_bar
 from weightsync.reference.errors import BackendUnavailable, WeightSyncError
 from weightsync.sim.hardware import ProfileError
 
-USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError)
+USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError, FolderInUse)
 """Errors of what was asked for, which end with code 2; a run that fails ends with code 1."""
 
 app = typer.Typer(
@@ -38,6 +40,7 @@ app = typer.Typer(
 )  # fmt: skip
 scenarios = typer.Typer(help="The built-in scenarios: list, show, or copy one to edit.", no_args_is_help=True)
 app.add_typer(scenarios, name="scenarios")
+app.command("status")(status_command)
 
 SetOption = Annotated[
     list[str] | None,
@@ -222,12 +225,15 @@ def _run_all(
     with progress_bar(console) as bar:
         for name in names:
             task = bar.add_task(f"updates on {name}", total=scenario.workload.steps)
-            record = run(scenario, name, seed, partial(_advance, bar, task))
-            if record is None:
-                return None
-            done.append((results.make_result(scenario, record), record))
-            if out is not None:
-                results.write(out / name if nest else out, done[-1][0], record)
+            folder = None if out is None else out / name if nest else out
+            with status_of_run(folder, scenario, name, seed) as board:
+                record = run(scenario, name, seed, partial(_advance, bar, task), board.told)
+                if record is None:
+                    return None
+                done.append((results.make_result(scenario, record), record))
+                if folder is not None:
+                    results.write(folder, done[-1][0], record)
+                board.ended(**done[-1][0]["verdict"])
     return done
 
 

@@ -21,6 +21,7 @@ from weightsync.backends.torchrun import SECRET
 from weightsync.cli.parts import MS
 from weightsync.cli.rank_run import PREFIX, Errand, rank_run
 from weightsync.cli.scenario import check
+from weightsync.cli.telling import Wire
 from weightsync.cli.workload import deployment
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import RankId
@@ -47,7 +48,8 @@ def main(errand_file: str, name: str) -> int:
             lease_ns=scenario.policy.lease_ms * MS,
             grace_ns=GRACE_NS,
         )
-        rank_run(RankId.parse(name), world, errand, lambda done: print(done, flush=True)).run()
+        wire = Wire(sys.stdout)
+        rank_run(RankId.parse(name), world, errand, wire.done, wire.status).run()
     except WeightSyncError as error:
         print(error, file=sys.stderr)
         return 1

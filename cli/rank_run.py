@@ -22,6 +22,7 @@ from weightsync.cli import parts, verify
 from weightsync.cli.desk import Desk
 from weightsync.cli.record import RankRecord
 from weightsync.cli.scenario import Scenario
+from weightsync.cli.telling import Tell, unheard
 from weightsync.cli.workload import deployment, make_trainer
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import RankId
@@ -33,6 +34,9 @@ from weightsync.reference.trace import Trace
 
 PREFIX = "weightsync"
 """Of every key on a store that serves one run only."""
+
+ASK_NS = 5_000_000_000
+"""How long the lead waits, between two updates, for what the rollouts say of themselves."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class TrainerRun(RankRun):
 
     Args:
         progress: told by the lead after each update.
+        tell: told the status of all ranks by the lead after each update.
     """
 
     def __init__(
@@ -119,9 +124,11 @@ class TrainerRun(RankRun):
         world: GlooWorld,
         errand: Errand,
         progress: Callable[[int], None] = lambda done: None,
+        tell: Tell = unheard,
     ) -> None:
         super().__init__(me, world, errand)
         self.progress = progress
+        self.tell = tell
         self.trainer = make_trainer(self.scenario, me.rank, errand.checkpoint)
         self.peers = self.deployment.trainers[1:]
 
@@ -148,6 +155,7 @@ class TrainerRun(RankRun):
                 await parts.push(half, self.record)
                 if self.me == self.lead:
                     await asyncio.to_thread(self._audit, self.record.outcomes[-1])
+                    self.tell((await half.status(half.deadline_ns(ASK_NS))).to_dict())
                     self.progress(done + 1)
         finally:
             await half.close()
@@ -202,6 +210,10 @@ class RolloutRun(RankRun):
             self.desk.tell([self.lead], "audited", audit=asdict(audit))
 
 
-def rank_run(me: RankId, world: GlooWorld, errand: Errand, progress: Callable[[int], None]) -> RankRun:
+def rank_run(
+    me: RankId, world: GlooWorld, errand: Errand, progress: Callable[[int], None], tell: Tell = unheard
+) -> RankRun:
     """The run of one rank, whichever side it is on."""
-    return TrainerRun(me, world, errand, progress) if me.role == "trainer" else RolloutRun(me, world, errand)
+    if me.role == "trainer":
+        return TrainerRun(me, world, errand, progress, tell)
+    return RolloutRun(me, world, errand)

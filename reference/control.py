@@ -8,15 +8,18 @@ TCPStore and in simulated time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weightsync.reference.clock import Clock, Future
 from weightsync.reference.errors import DeadlineExceeded, PeerLost, RemoteError
+from weightsync.reference.votes import Message, Verdict, Vote
 
-Message = dict[str, Any]
-"""A JSON-able message: only dicts with string keys, lists, strings, ints, booleans and None. Never pickled."""
+__all__ = ["INQUIRE", "Control", "Message", "Request", "Transport"]
+
+INQUIRE = "inquire"
+"""The request that is answered on arrival, whatever else the rank does; see ``Control.disclose``."""
 
 REMEMBERED_BALLOTS = 64
 """Verdicts a rank keeps, so that a late or repeated vote still gets its answer."""
@@ -48,43 +51,6 @@ class Request:
     deadline_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """One rank's status at the end of a stage: ``ok``, its reason when not, and data for the others."""
-
-    ok: bool
-    reason: str = ""
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks of a group leave a stage with; decided by the group's first rank alone.
-
-    Attributes:
-        votes: the votes that arrived in time, by rank name.
-        missing: ranks whose vote did not arrive by the deadline.
-        lost: the missing ranks whose lease had ended.
-    """
-
-    votes: Mapping[str, Vote]
-    missing: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """True when everybody voted, and voted yes."""
-        return not self.missing and all(vote.ok for vote in self.votes.values())
-
-    @property
-    def reason(self) -> str:
-        """The reasons of those who voted no, and the names of those who did not vote."""
-        said = [f"{name}: {vote.reason}" for name, vote in self.votes.items() if not vote.ok]
-        for name in self.missing:
-            said.append(f"{name} was lost" if name in self.lost else f"{name} gave no vote by the deadline")
-        return "; ".join(said)
-
-
 @dataclass
 class _Ballot:
     votes: dict[str, Vote] = field(default_factory=dict)
@@ -111,6 +77,7 @@ class Control:
         self._server: Future | None = None
         self._ballots: dict[str, _Ballot] = {}
         self._lost: dict[str, bool] = {}
+        self._disclose: Callable[[], Mapping[str, Any]] | None = None
 
     # ---- events in -------------------------------------------------------------------------------------------
 
@@ -120,9 +87,11 @@ class Control:
         if kind == "request":
             remaining = message["remaining_ns"]
             deadline = None if remaining is None else self.clock.now_ns() + remaining
-            self._requests.append(
-                Request(message["from"], message["op"], message["body"], message["number"], deadline)
-            )
+            request = Request(message["from"], message["op"], message["body"], message["number"], deadline)
+            if request.op == INQUIRE:
+                self._answer_inquiry(request)
+                return
+            self._requests.append(request)
             self._wake(self._server)
         elif kind == "reply":
             _, future = self._calls.get(message["number"], ("", None))
@@ -132,8 +101,12 @@ class Control:
             self._take_vote(message)
         elif kind == "verdict":
             ballot = self._ballot(message["key"])
-            ballot.verdict = ballot.verdict or _verdict_from(message)
+            ballot.verdict = ballot.verdict or Verdict.of(message)
             self._wake(ballot.wake)
+
+    def disclose(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """From now on answer inquiries with ``state()``, when they arrive: no server sees them, nothing waits."""
+        self._disclose = state
 
     def lost(self, peer: str) -> None:
         """The lease of ``peer`` ended: everything that waits for it fails now, naming it."""
@@ -266,13 +239,19 @@ class Control:
             )
             for name in members:
                 if name != self.me:
-                    self.transport.put(name, _verdict_message(key, ballot.verdict))
+                    self.transport.put(name, ballot.verdict.to_message(key))
         return ballot.verdict
+
+    def _answer_inquiry(self, request: Request) -> None:
+        if self._disclose is None:
+            self.reply(request, error=f"{self.me} has nothing to say of itself; ask a rollout rank")
+        else:
+            self.reply(request, self._disclose())
 
     def _take_vote(self, message: Message) -> None:
         ballot = self._ballot(message["key"])
         if ballot.verdict is not None:
-            self.transport.put(message["from"], _verdict_message(message["key"], ballot.verdict))
+            self.transport.put(message["from"], ballot.verdict.to_message(message["key"]))
             return
         ballot.votes.setdefault(message["from"], Vote(message["ok"], message["reason"], message["data"]))
         self._wake(ballot.wake)
@@ -294,21 +273,3 @@ class Control:
     def _wake(future: Future | None) -> None:
         if future is not None:
             future.set_result(None)
-
-
-def _verdict_message(key: str, verdict: Verdict) -> Message:
-    votes = {
-        name: {"ok": v.ok, "reason": v.reason, "data": dict(v.data)} for name, v in verdict.votes.items()
-    }
-    return {
-        "kind": "verdict",
-        "key": key,
-        "votes": votes,
-        "missing": list(verdict.missing),
-        "lost": list(verdict.lost),
-    }
-
-
-def _verdict_from(message: Message) -> Verdict:
-    votes = {name: Vote(v["ok"], v["reason"], v["data"]) for name, v in message["votes"].items()}
-    return Verdict(votes, tuple(message["missing"]), tuple(message["lost"]))

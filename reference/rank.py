@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.reference.clock import Clock, Task
-from weightsync.reference.control import Control, Request, Verdict, Vote
+from weightsync.reference.control import INQUIRE, Control, Request
 from weightsync.reference.errors import DeadlineExceeded
 from weightsync.reference.members import Group, RankId
 from weightsync.reference.seams import Engine, Fabric, Hooks
 from weightsync.reference.steps import Step, run
 from weightsync.reference.trace import Span, Trace
+from weightsync.reference.votes import Verdict, Vote
 
 __all__ = ["PHASES", "Engine", "Fabric", "Hooks", "Verbs"]
 
@@ -169,6 +170,14 @@ class Verbs:
     def is_lost(self, rank: RankId) -> bool:
         """True while the lease of ``rank`` is over, as far as this rank knows. Both sides; not an await."""
         return self.control.is_lost(str(rank))
+
+    def inquire(self, peer: RankId, deadline_ns: int) -> Awaitable[Mapping[str, Any]]:
+        """What ``peer`` discloses of itself. Either side; no span and no hook, so that asking changes no run."""
+        return self.control.call(str(peer), INQUIRE, {}, deadline_ns)
+
+    def disclose(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Let peers have ``state()`` when they inquire, at any time. Both sides; not an await."""
+        self.control.disclose(state)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """Start a task of this rank; join or cancel it. Not an await, so no fault can hit it."""

@@ -55,6 +55,7 @@ class Receiver:
         generating: True while requests may read the weights; the leader's.
         resumed: True once the last resume is known to have worked.
         update: what is on its way in, or None.
+        error: the last thing that went wrong here and in which update, or None.
         leader: True on the rank that pauses and resumes generation.
     """
 
@@ -70,6 +71,7 @@ class Receiver:
         self.generating = False
         self.resumed = False
         self.update: Receiving | None = None
+        self.error: str | None = None
         self.groups: list[Group] = []
 
     async def begin(self, body: Mapping[str, Any], deadline_ns: int) -> Receiving:
@@ -166,6 +168,7 @@ class Receiver:
                 await self.fanout.stop(task)
         if update.ended:
             return
+        self.note(f"version {update.version} was given up: {reason}")
         await self.roll_followers_back(update)
         if not await self.roll_back(update):
             await self.spoil(f"version {update.version} could not be rolled back after: {reason}")
@@ -201,6 +204,7 @@ class Receiver:
             self.dirty = (
                 f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
             )
+            self.note(self.dirty)
             raise PatchMismatch(f"{self.verbs.me}: {self.dirty}; a full update heals it")
 
     def verifies(self) -> bool:
@@ -215,7 +219,13 @@ class Receiver:
     async def spoil(self, reason: str) -> None:
         """From here on these weights may be none of a version's: pause, then say so; the first reason stays."""
         await self.fanout.quietly(self.pause, tries=1)
-        self.dirty = self.dirty or reason
+        if self.dirty is None:
+            self.dirty = reason
+            self.note(reason)
+
+    def note(self, error: str) -> None:
+        """Remember what went wrong, for ``RankStatus``."""
+        self.error = f"update {self.verbs.update}: {error}"
 
     async def pause(self) -> None:
         """Stop generating on all ranks; the leader's."""

@@ -19,6 +19,7 @@ from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.receiver import Receiver, Receiving
+from weightsync.reference.status import RankStatus
 
 
 class Rollout(Receiver):
@@ -51,6 +52,7 @@ class Rollout(Receiver):
         self.followers = self.ranks[1:] if self.leader else ()
         self.master = trainer if self.leader else self.ranks[0]
         self.lost: str | None = None
+        verbs.disclose(lambda: RankStatus.of(self).to_dict())
         self.handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any] | None]]] = {
             "hello": self.hello, "start": self.start, "prepare": self.prepare, "apply": self.apply,
             "commit": self.commit, "abort": self.abort, "rollback": self.rolled_back, "status": self.status,
@@ -98,6 +100,7 @@ class Rollout(Receiver):
         elif isinstance(error, RemoteError) and error.lost:
             self.lost = error.lost
         text = f"{type(error).__name__}: {error}"
+        self.note(text)
         await self.fanout.quietly(lambda: self.verbs.reply(request, error=text, lost=self.lost))
 
     # ---- stages ----------------------------------------------------------------------------------------------
@@ -206,6 +209,7 @@ class Rollout(Receiver):
             await self.fanout.retry(self.verbs.commit)
         except Exception as error:
             self.dirty = f"version {update.version} was committed by some of its ranks only: {error}"
+            self.note(self.dirty)
             raise
         self.version, self.dirty, self.update = update.version, None, None
         update.ended = True
@@ -223,13 +227,9 @@ class Rollout(Receiver):
         return {}
 
     async def status(self, request: Request) -> Mapping[str, Any]:
-        """What this rank holds, whether it generates, and if not, why."""
+        """What this rank holds, whether it generates, and if not, why; and a rank of this rollout that is lost."""
         lost = [str(rank) for rank in self.followers if self.verbs.is_lost(rank)]
-        return {
-            "version": self.version, "dirty": self.dirty, "generating": self.generating,
-            "lost": self.lost or (lost[0] if lost else None),
-            "receiving": self.update.version if self.update is not None else None,
-        }  # fmt: skip
+        return RankStatus.of(self).to_dict() | {"lost": self.lost or (lost[0] if lost else None)}
 
     # ---- ways out --------------------------------------------------------------------------------------------
 
@@ -249,6 +249,7 @@ class Rollout(Receiver):
             await self.leave(str(lost))
             return
         self.dirty = f"it lost its leader {lost.peer}"
+        self.note(self.dirty)
         if self.update is not None:
             for task in (self.update.preparing, self.update.receiving):
                 await self.fanout.stop(task)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from weightsync.reference.control import Verdict, Vote
 from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId, RolloutRef
@@ -16,7 +15,9 @@ from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import DELTA, FULL, Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.snapshot import BaselineSlots
+from weightsync.reference.status import TrainerStatus, ask
 from weightsync.reference.transmit import Job, Stream, make_job, transmit
+from weightsync.reference.votes import Verdict, Vote
 from weightsync.reference.watched import Watched
 
 
@@ -34,6 +35,7 @@ class Trainer:
             by ``update``; the update stays what it was, and ``last`` has its outcome.
 
     Attributes:
+        version: the last version that every member acknowledged; 0 before the first.
         last: the outcome of the last update that is over, or None.
     """
 
@@ -58,6 +60,7 @@ class Trainer:
         self.slots = BaselineSlots()
         self.updates = 0
         self.highest = 0
+        self.version = 0
         self.epoch = 0
         self.members: tuple[int, ...] = ()
         self.behind: tuple[int, ...] = ()
@@ -114,6 +117,14 @@ class Trainer:
                 await self.fanout.quietly(partial(self.verbs.post, rollout.leader, "bye", {}))
         await self._close_groups()
 
+    async def status(self, deadline_ns: int) -> TrainerStatus:
+        """What every rollout rank says of itself by ``deadline_ns``, and what this rank, the lead, knows of them.
+
+        It may be asked at any time, between updates and during one: ranks answer beneath the protocol, nothing waits
+        for the answers, and no span is left. A rank that does not answer is in it, with why.
+        """
+        return await ask(self, deadline_ns)
+
     # ---- stages ----------------------------------------------------------------------------------------------
 
     async def connect(self, deadline_ns: int) -> None:
@@ -160,6 +171,7 @@ class Trainer:
             "commit", self._commit_rollouts(job, deadline_ns) if self.lead else None, deadline_ns
         )
         self.slots.acknowledge(job.slot)
+        self.version = job.version or self.version
         self.behind = ()
 
     async def abandon(self, reason: str) -> None:

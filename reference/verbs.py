@@ -19,12 +19,13 @@ For every verb:
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from weightsync.reference.clock import Task
-from weightsync.reference.control import Request, Verdict, Vote
+from weightsync.reference.control import Request
 from weightsync.reference.members import Group, RankId
+from weightsync.reference.votes import Verdict, Vote
 
 
 class CommonVerbs(Protocol):
@@ -68,6 +69,15 @@ class CommonVerbs(Protocol):
 
     def is_lost(self, rank: RankId) -> bool:
         """True while the lease of ``rank`` is over, as far as this rank knows."""
+
+    def inquire(self, peer: RankId, deadline_ns: int) -> Awaitable[Mapping[str, Any]]:
+        """What ``peer`` discloses of itself, whatever it does at that moment; errors as of ``call``.
+
+        It leaves no span, on neither side, and no fault is planted in it: asking changes no run.
+        """
+
+    def disclose(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """From now on ``state()``, JSON-able, is what peers hear that inquire; it must not wait."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """A task of this rank, running. Whoever spawns joins or cancels it; its error reaches the joiner."""

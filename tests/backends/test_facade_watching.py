@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,9 @@ from weightsync.backends.facade import TrainerFacade
 from weightsync.reference.errors import PeerLost, WeightSyncError
 from weightsync.reference.metrics import UpdateMetrics
 from weightsync.reference.protocol import Outcome
+from weightsync.reference.status import RankStatus
 from weightsync.reference.trainer import Trainer
+from weightsync.reference.transmit import Job
 from weightsync.testing.inprocess_run import InprocessRun, WholeTensors
 
 STATE = {"w": torch.tensor([1.0, -0.0, float("nan")])}
@@ -92,3 +95,51 @@ def test_two_callbacks_are_refused() -> None:
 
     with pytest.raises(WeightSyncError, match="leave one out"):
         TrainerFacade(make(Told)[1], on_update=print)
+
+
+def test_status_is_a_plain_call_between_pushes() -> None:
+    run, build = make()
+    with TrainerFacade(build) as facade:
+        assert not facade.status().clean
+        run.set(STATE)
+        facade.push()
+        status = facade.status()
+        assert status.clean
+        assert (status.version, status.update) == (1, 1)
+    with pytest.raises(WeightSyncError, match="closed facade"):
+        facade.status()
+
+
+def test_status_is_answered_while_another_thread_pushes() -> None:
+    class Slow(Trainer):
+        entered, go = threading.Event(), asyncio.Event()
+
+        async def commit(self, job: Job, deadline_ns: int) -> None:
+            self.entered.set()
+            await self.go.wait()
+            await super().commit(job, deadline_ns)
+
+    run, build = make(Slow)
+    with TrainerFacade(build) as facade:
+        run.set(STATE)
+        pushing = threading.Thread(target=facade.push)
+        pushing.start()
+        assert Slow.entered.wait(10)
+        ranks = [said for rollout in facade.status().rollouts for said in rollout.ranks.values()]
+        assert all(isinstance(said, RankStatus) and said.prepared for said in ranks)
+        facade._loop.call_soon_threadsafe(Slow.go.set)
+        pushing.join(10)
+        assert facade.status().clean
+
+
+def test_status_from_the_private_thread_is_refused() -> None:
+    _, build = make()
+    facade = TrainerFacade(build)
+
+    async def inside() -> str:
+        with pytest.raises(WeightSyncError) as refused:
+            facade.status()
+        return str(refused.value)
+
+    assert "wait for itself" in asyncio.run_coroutine_threadsafe(inside(), facade._loop).result(10)
+    facade.close()

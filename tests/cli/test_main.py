@@ -29,7 +29,7 @@ def test_version(cli: CliRunner) -> None:
     assert cli.invoke(app, ["--version"]).stdout.strip() == version("weightsync")
 
 
-def test_run_writes_three_files_and_says_the_verdict(cli: CliRunner, tmp_path: Path) -> None:
+def test_run_writes_its_files_and_says_the_verdict(cli: CliRunner, tmp_path: Path) -> None:
     done = cli.invoke(
         app, ["run", "tiny-sync", "--backend", "sim", "--seed", "2", "--out", str(tmp_path / "out")]
     )
@@ -38,7 +38,7 @@ def test_run_writes_three_files_and_says_the_verdict(cli: CliRunner, tmp_path: P
     assert "modelled" in said(done)
     assert "measured" not in said(done)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "conditions.json", "result.json", "trace.json",
+        "conditions.json", "result.json", "status.json", "status.lock", "trace.json",
     ]  # fmt: skip
     conditions = json.loads((tmp_path / "out" / "conditions.json").read_text())
     assert conditions["seed"] == 2

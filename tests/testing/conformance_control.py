@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from weightsync.reference.control import Vote
 from weightsync.reference.errors import DeadlineExceeded, PeerLost, RemoteError, UnsupportedCapability
 from weightsync.reference.members import RankId
 from weightsync.reference.rank import PHASES, Verbs
 from weightsync.reference.trace import Trace
+from weightsync.reference.votes import Vote
 from weightsync.testing.conformance_base import ConformanceBase, attempt, expect_equal, expect_refused
 from weightsync.testing.conformance_sample import make_sample
 

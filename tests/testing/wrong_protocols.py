@@ -9,10 +9,11 @@ from asyncio import CancelledError
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.reference.control import Request, Verdict, Vote
+from weightsync.reference.control import Request
 from weightsync.reference.receiver import Receiving
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.trainer import Trainer
+from weightsync.reference.votes import Verdict, Vote
 
 
 class ReusedVersion(Trainer):
