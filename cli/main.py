@@ -21,6 +21,7 @@ from weightsync.cli import result as results
 from weightsync.cli import scenario_files, show
 from weightsync.cli.dry_run import dry_run
 from weightsync.cli.fuzzing import fuzz_command
+from weightsync.cli.logs import LogFileError, log_json, logged
 from weightsync.cli.model.config import CheckpointError
 from weightsync.cli.record import RunRecord
 from weightsync.cli.run import BACKENDS, run
@@ -31,7 +32,7 @@ from weightsync.cli.tables import CheckRow, progress_bar
 from weightsync.reference.errors import BackendUnavailable, WeightSyncError
 from weightsync.sim.hardware import ProfileError
 
-USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError, FolderInUse)
+USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError, FolderInUse, LogFileError)
 """Errors of what was asked for, which end with code 2; a run that fails ends with code 1."""
 
 app = typer.Typer(
@@ -51,6 +52,12 @@ SeedOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder for result.json, conditions.json and trace.json.")
+]
+LogOption = Annotated[
+    str | None,
+    typer.Option(
+        "--log-json", metavar="FILE", help="Write events there, one JSON object a line; - is stderr."
+    ),
 ]
 ScenarioArgument = Annotated[str, typer.Argument(help="A built-in scenario's name, or a TOML file.")]
 
@@ -74,10 +81,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the results of both runs.")] = Path("weightsync-out"),
     sets: SetOption = None,
     seed: SeedOption = None,
+    log: LogOption = None,
 ) -> None:
     """Train a small model and push it to two rollouts after each step: over gloo for real, then on the model."""
     console = Console()
-    with sentences():
+    with sentences(), log_json(log):
         overrides = list(sets or [])
         if checkpoint is not None:
             overrides.insert(0, f"model.checkpoint={json.dumps(str(checkpoint))}")
@@ -102,10 +110,11 @@ def run_command(
     seed: SeedOption = None,
     sets: SetOption = None,
     out: OutOption = None,
+    log: LogOption = None,
 ) -> None:
     """Run a scenario on one backend and check every byte."""
     console = Console()
-    with sentences():
+    with sentences(), log_json(log):
         scenario = scenario_files.load(name, sets or [])
         runs = _run_all(console, scenario, (backend,), seed, out, nest=False)
         if runs is None:
@@ -226,7 +235,7 @@ def _run_all(
         for name in names:
             task = bar.add_task(f"updates on {name}", total=scenario.workload.steps)
             folder = None if out is None else out / name if nest else out
-            with status_of_run(folder, scenario, name, seed) as board:
+            with status_of_run(folder, scenario, name, seed) as board, logged(scenario, name, seed) as ended:
                 record = run(scenario, name, seed, partial(_advance, bar, task), board.told)
                 if record is None:
                     return None
@@ -234,6 +243,7 @@ def _run_all(
                 if folder is not None:
                     results.write(folder, done[-1][0], record)
                 board.ended(**done[-1][0]["verdict"])
+                ended(**done[-1][0]["verdict"])
     return done
 
 

@@ -18,6 +18,7 @@ import torch
 from weightsync.backends.gloo import GlooWorld
 from weightsync.backends.store import connect_store
 from weightsync.backends.torchrun import SECRET
+from weightsync.cli import logs
 from weightsync.cli.parts import MS
 from weightsync.cli.rank_run import PREFIX, Errand, rank_run
 from weightsync.cli.scenario import check
@@ -34,6 +35,8 @@ def main(errand_file: str, name: str) -> int:
     """Run one rank to its end; 0 when it did its part, 1 with a sentence on stderr when it could not."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     torch.set_num_threads(1)
+    wire = Wire(sys.stdout)
+    logs.through(wire.say)
     told = json.loads(Path(errand_file).read_text(encoding="utf-8"))
     scenario = check(told["scenario"], "scenario")
     folder = told["checkpoint"]
@@ -48,7 +51,6 @@ def main(errand_file: str, name: str) -> int:
             lease_ns=scenario.policy.lease_ms * MS,
             grace_ns=GRACE_NS,
         )
-        wire = Wire(sys.stdout)
         rank_run(RankId.parse(name), world, errand, wire.done, wire.status).run()
     except WeightSyncError as error:
         print(error, file=sys.stderr)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weightsync.backends.asyncio_clock import AsyncioClock
 from weightsync.backends.gloo import GlooWorld
-from weightsync.cli import parts, verify
+from weightsync.cli import logs, parts, verify
 from weightsync.cli.desk import Desk
 from weightsync.cli.record import RankRecord
 from weightsync.cli.scenario import Scenario
@@ -207,6 +207,7 @@ class RolloutRun(RankRun):
             export: dict[str, Tensor] = load_file(self.errand.export_file(version))
             expected = self.deployment.weights(self.me, export)
             audit = verify.audit(version, half, self.target, expected)
+            logs.audited(audit, half.verbs)
             self.desk.tell([self.lead], "audited", audit=asdict(audit))
 
 

@@ -29,6 +29,7 @@ from weightsync.cli.workload import deployment
 from weightsync.reference.metrics import exposed_ns, total_ns, update_metrics
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trace import Span
+from weightsync.reference.watched import hex_digest
 
 FORMAT = 1
 PACKAGES = (
@@ -170,7 +171,7 @@ def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any
         digests = {f"trainer.{rank}": outcome.digest for rank in range(len(record.trainers))} | group_digests(
             audits
         )
-    named = {rank: _hex(digest) for rank, digest in digests.items()}
+    named = {rank: hex_digest(digest) for rank, digest in digests.items()}
     return update_metrics(outcome, elements).row() | {"digests": named}
 
 
@@ -188,10 +189,6 @@ def _pauses(spans: Sequence[Span]) -> list[int]:
 
 def _ordered(phases: Mapping[str, int]) -> dict[str, int]:
     return {phase: phases[phase] for phase in in_order(phases)}
-
-
-def _hex(digest: int) -> str:
-    return f"{digest & 0xFFFF_FFFF_FFFF_FFFF:016x}"
 
 
 def _version(name: str) -> str | None:

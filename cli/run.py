@@ -11,7 +11,7 @@ from typing import Any
 
 from weightsync.backends.inprocess import InprocessWorld
 from weightsync.backends.registry import Registry
-from weightsync.cli import parts, verify
+from weightsync.cli import logs, parts, verify
 from weightsync.cli.launch import run_gloo
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.scenario import Scenario, ScenarioError
@@ -132,6 +132,7 @@ class Ranks:
                 expected = self.deployment.weights(rank, export)
                 half = self.rollouts[rank]
                 self.audits.append(verify.audit(outcome.version, half, self.targets[rank], expected))
+                logs.audited(self.audits[-1], half.verbs)
 
     def _source(self, rank: RankId) -> Source | PhantomSource:
         plan = self.deployment.plan

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from weightsync.cli.logs import pass_on
+
 Tell = Callable[[Mapping[str, Any]], None]
 """Told the status of the trainer and its rollouts after each update, as ``TrainerStatus.to_dict`` writes it."""
 
@@ -53,3 +55,5 @@ def hear(line: str, progress: Callable[[int], None], tell: Tell) -> None:
             progress(updates)
         case {"status": dict(status)}:
             tell(status)
+        case {"log": dict(logged)}:
+            pass_on(logged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trace import Span, Trace
@@ -76,7 +76,7 @@ class UpdateMetrics:
         """Bits sent per changed element; None when nothing changed, and on a rank that does not send."""
         return None if self.wire_bytes is None else bits_per_change(self.wire_bytes, self.changed)
 
-    def row(self) -> dict[str, object]:
+    def row(self) -> dict[str, Any]:
         """The update without its times, JSON-ready: what ``result.json`` and logs say of it."""
         return {
             "update": self.update,

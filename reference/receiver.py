@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from weightsync.reference.clock import Task
 from weightsync.reference.errors import PatchMismatch, StaleVersion, UpdateAborted
+from weightsync.reference.events import ROLLOUT, log_of
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId
 from weightsync.reference.protocol import DELTA, FULL, ProtocolSettings
@@ -169,6 +171,7 @@ class Receiver:
         if update.ended:
             return
         self.note(f"version {update.version} was given up: {reason}")
+        log_of(self.verbs, ROLLOUT, logging.INFO, "update_given_up", version=update.version, why=reason)
         await self.roll_followers_back(update)
         if not await self.roll_back(update):
             await self.spoil(f"version {update.version} could not be rolled back after: {reason}")
@@ -201,11 +204,9 @@ class Receiver:
         if not self.verifies():
             return
         if update.digest is None or not await self.verbs.compare_digests(digest, update.digest):
-            self.dirty = (
-                f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
-            )
-            self.note(self.dirty)
-            raise PatchMismatch(f"{self.verbs.me}: {self.dirty}; a full update heals it")
+            why = f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
+            self.soil(why)
+            raise PatchMismatch(f"{self.verbs.me}: {why}; a full update heals it")
 
     def verifies(self) -> bool:
         """True when this update's digests are compared."""
@@ -220,8 +221,13 @@ class Receiver:
         """From here on these weights may be none of a version's: pause, then say so; the first reason stays."""
         await self.fanout.quietly(self.pause, tries=1)
         if self.dirty is None:
-            self.dirty = reason
-            self.note(reason)
+            self.soil(reason)
+
+    def soil(self, reason: str) -> None:
+        """From here on this rank is dirty, and this is why."""
+        self.dirty = reason
+        self.note(reason)
+        log_of(self.verbs, ROLLOUT, logging.WARNING, "rollout_dirty", version=self.version, why=reason)
 
     def note(self, error: str) -> None:
         """Remember what went wrong, for ``RankStatus``."""

@@ -208,8 +208,7 @@ class Rollout(Receiver):
                     raise reply
             await self.fanout.retry(self.verbs.commit)
         except Exception as error:
-            self.dirty = f"version {update.version} was committed by some of its ranks only: {error}"
-            self.note(self.dirty)
+            self.soil(f"version {update.version} was committed by some of its ranks only: {error}")
             raise
         self.version, self.dirty, self.update = update.version, None, None
         update.ended = True
@@ -248,8 +247,7 @@ class Rollout(Receiver):
         if self.leader:
             await self.leave(str(lost))
             return
-        self.dirty = f"it lost its leader {lost.peer}"
-        self.note(self.dirty)
+        self.soil(f"it lost its leader {lost.peer}")
         if self.update is not None:
             for task in (self.update.preparing, self.update.receiving):
                 await self.fanout.stop(task)

@@ -37,6 +37,7 @@ class Trainer:
     Attributes:
         version: the last version that every member acknowledged; 0 before the first.
         last: the outcome of the last update that is over, or None.
+        missed: numbers of the rollouts that took no part in the last update in which others did.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Trainer:
         self.members: tuple[int, ...] = ()
         self.behind: tuple[int, ...] = ()
         self.gone: dict[int, str] = {}
+        self.missed: set[int] = set()
         self.groups: list[Group] = []
         self.job: Job | None = None
         self.last: Outcome | None = None
