@@ -150,7 +150,7 @@ def update_metrics(
         lost: number of each lost rollout, and why.
     """
     changed = elements if outcome.changed is None else outcome.changed
-    if not outcome.members:
+    if outcome.version is None:  # it ended before anything was sent
         changed = 0
     own = Trace([span for span in spans if (span.rank, span.update) == (rank, outcome.update)])
     return UpdateMetrics(
