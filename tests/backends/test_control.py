@@ -122,14 +122,8 @@ def few() -> Iterator[Ranks]:
 
 
 def post(number: int) -> Message:
-    return {
-        "kind": "request",
-        "from": "a",
-        "op": "note",
-        "body": {"n": number},
-        "number": None,
-        "remaining_ns": None,
-    }
+    asked = {"op": "note", "body": {"n": number}, "number": None, "remaining_ns": None}
+    return {"kind": "request", "from": "a", **asked}
 
 
 # ---- messages ------------------------------------------------------------------------------------------------
