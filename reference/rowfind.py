@@ -107,26 +107,37 @@ def speak_once(
         tensors: the plan's checkpoint tensors, by number.
     """
     spoken = [torch.zeros(meta.numel, dtype=torch.bool) for meta in tensors]
-    return tuple({name: _speaking(one, spoken, tensors) for name, one in maps.items()} for maps in ranks)
+    found = []
+    for maps in ranks:
+        made = {}
+        for name, one in maps.items():
+            runtime = ParamMeta(name, one.dtype, one.local_shape)
+            made[name] = find_rows(runtime, speaking(Elements.of(one), spoken), tensors, one.outputs)
+        found.append(made)
+    return tuple(found)
 
 
-def _speaking(row_map: RowMap, spoken: Sequence[Tensor], tensors: Sequence[ParamMeta]) -> RowMap:
-    elements = Elements.of(row_map)
+def speaking(elements: Elements, spoken: Sequence[Tensor]) -> Elements:
+    """The same elements, each owned unless it is spoken for already; ``spoken`` is brought up to date.
+
+    Args:
+        elements: of one parameter.
+        spoken: per checkpoint tensor, bool (numel,), which of its elements an earlier place speaks for.
+    """
     owned = torch.zeros_like(elements.owned)
-    outputs, output = _outputs(elements, row_map.outputs)
-    for index, number in enumerate(outputs):  # a copy inside one parameter comes as a later output
-        chosen = torch.from_numpy(np.flatnonzero(output == index))
+    number, copy = elements.number.numpy(), _copies(elements)
+    for one in np.unique(number[number >= 0]):
+        chosen = torch.from_numpy(np.flatnonzero((number == one) & (copy == 0)))
         flat = elements.flat[chosen]
-        owned[chosen] = ~spoken[number][flat]
-        spoken[number][flat] = True
-    runtime = ParamMeta(row_map.name, row_map.dtype, row_map.local_shape)
-    return find_rows(runtime, replace(elements, owned=owned), tensors, row_map.outputs)
+        owned[chosen] = ~spoken[one][flat]
+        spoken[one][flat] = True
+    return replace(elements, owned=owned)
 
 
 def _outputs(elements: Elements, also: Collection[int]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
     """Numbers in ascending order, one that is held k times k times; and per element the index of its output."""
     number = elements.number.numpy()
-    copy = _copies(number, elements.flat.numpy())
+    copy = _copies(elements)
     held = number >= 0
     most = int(copy.max(initial=0)) + 1
     keys = number * most + copy
@@ -136,8 +147,9 @@ def _outputs(elements: Elements, also: Collection[int]) -> tuple[tuple[int, ...]
     return tuple(int(key) // most for key in ordered), output
 
 
-def _copies(number: NDArray[np.int64], flat: NDArray[np.int64]) -> NDArray[np.int64]:
+def _copies(elements: Elements) -> NDArray[np.int64]:
     """Per element, how often its checkpoint element was held before it."""
+    number, flat = elements.number.numpy(), elements.flat.numpy()
     copy = np.zeros(number.size, dtype=np.int64)
     for one in np.unique(number[number >= 0]):
         local = np.flatnonzero(number == one)
