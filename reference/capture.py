@@ -17,7 +17,7 @@ from torch import Tensor
 from weightsync.reference.errors import ProbeError
 from weightsync.reference.labels import Labels, any_bits, as_dtype, whole_numbers
 from weightsync.reference.params import ParamMeta, int_view
-from weightsync.reference.rowfind import Elements, find_rows, speaking
+from weightsync.reference.rowfind import Elements, distinct, find_rows, speaking
 from weightsync.reference.rowmap import RowMap, local_tensor
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
@@ -66,7 +66,7 @@ def capture(
         params: runtime name -> live tensor, of any strides, on any device; a copy of them is kept on their device.
         tensors: the plan's checkpoint tensors, in the order in which they are loaded.
         groups: names of checkpoint tensors to load together, for loaders that take a part of a checkpoint. Scratch
-            memory on the host is about 40 bytes per element that one group writes; None is one group of all.
+            memory on the host is about 60 bytes per element that one group writes; None is one group of all.
 
     Raises:
         ProbeError: the loader computes, casts, quantises or replaces storage; or the groups do not fit.
@@ -163,8 +163,7 @@ class _GroupCapture:
         for number in range(self.labels.passes):
             self._load(self._digits(number))
             for name, mask in written.items():
-                values = self._read(name)[mask]
-                self.labels.collect(codes[name], values, number)
+                self.labels.collect(codes[name], self._read(name, mask), number)
         found = {name: self._places(name, mask, codes.pop(name)) for name, mask in written.items()}
         self._verify(found)
         return found
@@ -180,7 +179,7 @@ class _GroupCapture:
                 continue
             if tensor.dtype not in dtypes:
                 raise self._cast(name, self.metas[0])
-            if not bool((whole_numbers(self._read(name)[mask]) == 1).all()):
+            if not bool((whole_numbers(self._read(name, mask)) == 1).all()):
                 raise _computed(name, int(mask.nonzero()[0]))
             written[name] = mask
         return written
@@ -190,7 +189,7 @@ class _GroupCapture:
         if bool((positions < 0).any()):
             raise _computed(name, int(mask.nonzero()[(positions < 0).nonzero()[0]]))
         entry = torch.bucketize(positions, self.bases[1:], right=True)
-        for one in entry.unique().tolist():
+        for one in distinct(entry.numpy()):
             if self.metas[one].dtype != self.borrowed.params[name].dtype:
                 raise self._cast(name, self.metas[one])
         number = torch.full(mask.shape, -1, dtype=torch.int64)
@@ -223,13 +222,13 @@ class _GroupCapture:
         self.load_weights(iter(pairs))
         self.borrowed.check()
 
-    def _read(self, name: str) -> Tensor:
-        return self.borrowed.params[name].detach().reshape(-1).cpu()
+    def _read(self, name: str, mask: Tensor) -> Tensor:
+        values = self.borrowed.params[name].detach().reshape(-1).cpu()
+        return values if bool(mask.all()) else values[mask]
 
     def _digits(self, number: int) -> Iterator[tuple[str, Tensor]]:
         for meta, base in zip(self.metas, self.bases.tolist(), strict=False):
-            digits = self.labels.digits(torch.arange(base, base + meta.numel), number)
-            yield meta.name, as_dtype(digits, meta.dtype).reshape(meta.shape)
+            yield meta.name, self.labels.values(base, meta, number)
 
     def _random(self, number: int) -> Tensor:
         meta = self.tensors[number]

@@ -8,17 +8,18 @@ a space 2**16 times larger than needed: a value that was computed is, but for th
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weightsync.reference.errors import UnsupportedCapability
-from weightsync.reference.params import int_view
+from weightsync.reference.params import ParamMeta, int_view
 
 _SPARE_BITS = 16
 _MOST_BITS = 62
+_AT_ONCE = 1 << 15
 
 
 def digit_bits(dtype: torch.dtype) -> int:
@@ -70,30 +71,45 @@ class Labels:
         space = 1 << bits * passes
         return cls(total, bits, passes, draw.randrange(space) | 1, draw.randrange(space))
 
-    def digits(self, positions: Tensor, number: int) -> Tensor:
-        """Digit ``number`` of the codes of ``positions``, int64 of the same shape."""
-        code = (positions * self.factor + self.shift) & self._mask
-        return (code >> number * self.bits) & ((1 << self.bits) - 1)
+    def values(self, base: int, meta: ParamMeta, number: int) -> Tensor:
+        """A new tensor like ``meta`` whose elements hold digit ``number`` of the positions from ``base`` on."""
+        made = torch.empty(meta.numel, dtype=meta.dtype)
+        for start, part in _parts(made):
+            positions = torch.arange(base + start, base + start + part.numel())
+            code = positions.mul_(self.factor).add_(self.shift).bitwise_and_(self._mask)
+            digits = (code >> number * self.bits) & ((1 << self.bits) - 1)
+            part.copy_(as_dtype(digits, meta.dtype))
+        return made.reshape(meta.shape)
 
     def collect(self, codes: Tensor, values: Tensor, number: int) -> None:
-        """Add what pass ``number`` read to int64 ``codes`` of the same shape, which starts as zeros.
+        """Add what pass ``number`` read, of any shape, to flat int64 ``codes``, which starts as zeros.
 
         A value that is no digit makes its code -1, for good.
         """
-        digits = whole_numbers(values)
-        bad = (digits < 0) | (digits >> self.bits > 0) | (codes < 0)
-        codes |= digits << number * self.bits
-        codes[bad] = -1
+        values = values.detach().reshape(-1)
+        for start, part in _parts(codes):
+            digits = whole_numbers(values[start : start + part.numel()])
+            bad = (digits < 0) | (digits >= 1 << self.bits) | (part < 0)
+            part |= digits << number * self.bits
+            part[bad] = -1
 
     def positions(self, codes: Tensor) -> Tensor:
-        """Positions of collected codes; -1 for one that is the code of no position."""
+        """Positions of collected codes, written over them; -1 for one that is the code of no position."""
         inverse = pow(self.factor, -1, self._mask + 1)
-        found = ((codes - self.shift) * inverse) & self._mask
-        return found.where((codes >= 0) & (found < self.total), -1)
+        for _, part in _parts(codes):
+            found = ((part - self.shift) * inverse) & self._mask
+            part.copy_(found.where((part >= 0) & (found < self.total), -1))
+        return codes
 
     @property
     def _mask(self) -> int:
         return (1 << self.bits * self.passes) - 1
+
+
+def _parts(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Views of a flat tensor that stay in a processor's cache while they are worked on, with where they start."""
+    for start in range(0, flat.numel(), _AT_ONCE):
+        yield start, flat[start : start + _AT_ONCE]
 
 
 def as_dtype(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -107,8 +123,8 @@ def whole_numbers(values: Tensor) -> Tensor:
     if not values.dtype.is_floating_point:
         return values.to(torch.int64).clamp(min=-1)
     wide = values.to(torch.float64)
-    sane = wide.isfinite() & (wide >= 0) & (wide < 2.0**_MOST_BITS) & (wide == wide.floor())
-    return wide.where(sane, -1.0).to(torch.int64)
+    whole = wide.clamp(-1.0, 2.0**_MOST_BITS).to(torch.int64)
+    return whole.where(whole.to(torch.float64) == wide, -1).clamp(min=-1)
 
 
 def any_bits(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -33,7 +33,7 @@ class Probe:
         padded: names of parameters of which elements may be dropped: padding, heads that another rank tells.
         replicated: names of parameters that every rank holds whole; the export may take any rank's.
         tensors: the checkpoint tensors that must come out, in wire order; None takes what comes.
-        groups: names of parameters to export together, in calls of their own. Scratch memory is about 40 bytes per
+        groups: names of parameters to export together, in calls of their own. Scratch memory is about 100 bytes per
             element of the largest group over all ranks, beside what ``export`` takes; None is one group of all.
         rank: set where ``export`` gathers by itself and runs on all ranks at once: it then gets this rank's
             mapping, and must give every rank all checkpoint tensors. ``of`` still needs all ranks' metadata.

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.errors import ProbeError
-from weightsync.reference.labels import Labels, any_bits, as_dtype
-from weightsync.reference.params import ParamMeta, TPAttributes, same_bits
-from weightsync.reference.rowfind import Elements, find_rows
-from weightsync.reference.rowmap import RowMap, export
+from weightsync.reference.labels import Labels, any_bits
+from weightsync.reference.params import ParamMeta, TPAttributes, int_view, same_bits
+from weightsync.reference.pieces import Piece, owned_rows
+from weightsync.reference.rowfind import Elements, distinct, find_rows
+from weightsync.reference.rowmap import RowMap
 
 Exported: TypeAlias = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Export: TypeAlias = Callable[[Any], Exported]
@@ -70,16 +71,16 @@ class GroupProbe:
         first = self._call(self._digits(0))
         self._check_metas(first)
         _require_same(first, self._call(self._digits(0)))
-        codes = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in first.items()}
+        codes = {name: torch.zeros(tensor.numel(), dtype=torch.int64) for name, tensor in first.items()}
         for number in range(self.labels.passes):
             exported = first if number == 0 else self._call(self._digits(number))
             for name, tensor in exported.items():
-                if name not in codes or tensor.shape != codes[name].shape:
+                if name not in codes or tensor.shape != first[name].shape:
                     raise _unsteady(name)
                 self.labels.collect(codes[name], tensor, number)
-        sources = {name: self.labels.positions(code).reshape(-1) for name, code in codes.items()}
+        sources = {name: self.labels.positions(code) for name, code in codes.items()}
         metas = {name: ParamMeta.of(name, tensor) for name, tensor in first.items()}
-        del codes, first, exported
+        del first, exported
         tensors, places, aliases = self._invert(sources, metas)
         probed = self._maps(tensors, places, aliases)
         self._verify(probed)
@@ -159,8 +160,8 @@ class GroupProbe:
             raise ProbeError(
                 f"export gave {_say(meta)}, which is not declared; correct the export or the declared tensors"
             )
-        entries = torch.bucketize(source, self._bases[1:], right=True).unique().tolist()
-        for _, one in (self._entries[entry] for entry in entries):
+        entries = torch.bucketize(source, self._bases[1:], right=True)
+        for _, one in (self._entries[entry] for entry in distinct(entries.numpy())):
             if self.declared is None and one.dtype != meta.dtype:
                 raise _other_dtype(meta, one)
 
@@ -178,7 +179,7 @@ class GroupProbe:
             held = [places.part(int(self._bases[one]), int(self._bases[one + 1])) for one in shards]
             if name in self.replicated:
                 held = _replicas(name, [self._entries[one][1] for one in shards], held)
-            fed = {int(one) for part in held for one in part.number.unique() if one >= 0}
+            fed = {one for part in held for one in distinct(part.number.numpy())}
             for shard, part in zip(shards, held, strict=True):
                 rank, meta = self._entries[shard]
                 self._check_dropped(rank, name, part.number < 0)
@@ -203,16 +204,20 @@ class GroupProbe:
         """A relabelling at random: what the function makes of any bits is what the maps make of them."""
         live = list(self._random())
         exported = self._call(live)
-        travel = [
-            {name: rank[name].to(one.dtype) for name, one in made.items()}
-            for rank, made in zip(live, probed.maps, strict=True)
-        ]
-        expected = export(probed.maps, travel, probed.tensors)
-        for name in (*expected, *probed.aliases):
+        expected = [torch.zeros(meta.numel, dtype=meta.dtype) for meta in probed.tensors]
+        for params, maps in zip(live, probed.maps, strict=True):
+            for name, row_map in maps.items():
+                bits = int_view(params.pop(name).to(row_map.dtype))
+                for output, number in enumerate(row_map.outputs):
+                    piece = Piece(number, 0, probed.tensors[number].numel)
+                    rows = owned_rows(row_map, output, piece)
+                    if rows is not None:
+                        rows.place(int_view(expected[number]), rows.read(bits))
+        wanted = {meta.name: one for meta, one in zip(probed.tensors, expected, strict=True)}
+        for name in (*wanted, *probed.aliases):
             if name not in exported:
                 raise _unsteady(name)
-            wanted = expected[probed.aliases.get(name, name)]
-            if not same_bits(exported[name].cpu().reshape(-1), wanted.reshape(-1)):
+            if not same_bits(exported[name].cpu().reshape(-1), wanted[probed.aliases.get(name, name)]):
                 raise ProbeError(
                     f"exported tensor {name!r} has other bits than the elements it is made of: the export computes "
                     "on some values; export the stored elements as they are"
@@ -223,8 +228,7 @@ class GroupProbe:
         for metas in self.metas:
             made = {}
             for meta in metas:
-                digits = self.labels.digits(torch.arange(base, base + meta.numel), number)
-                made[meta.name] = as_dtype(digits, meta.dtype).reshape(meta.shape)
+                made[meta.name] = self.labels.values(base, meta, number)
                 base += meta.numel
             yield made
 

@@ -126,12 +126,18 @@ def speaking(elements: Elements, spoken: Sequence[Tensor]) -> Elements:
     """
     owned = torch.zeros_like(elements.owned)
     number, copy = elements.number.numpy(), _copies(elements)
-    for one in np.unique(number[number >= 0]):
+    for one in distinct(number):
         chosen = torch.from_numpy(np.flatnonzero((number == one) & (copy == 0)))
         flat = elements.flat[chosen]
         owned[chosen] = ~spoken[one][flat]
         spoken[one][flat] = True
     return replace(elements, owned=owned)
+
+
+def distinct(numbers: NDArray[np.int64]) -> list[int]:
+    """The small numbers from 0 on that occur, ascending; -1 is left out."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers + 1)[1:]).tolist()
+    return found
 
 
 def _outputs(elements: Elements, also: Collection[int]) -> tuple[tuple[int, ...], NDArray[np.int64]]:
@@ -140,18 +146,18 @@ def _outputs(elements: Elements, also: Collection[int]) -> tuple[tuple[int, ...]
     copy = _copies(elements)
     held = number >= 0
     most = int(copy.max(initial=0)) + 1
-    keys = number * most + copy
-    wanted = {int(key) for key in np.unique(keys[held])} | {one * most for one in also}
-    ordered = np.array(sorted(wanted), dtype=np.int64)
-    output = np.where(held, np.searchsorted(ordered, keys), -1)
-    return tuple(int(key) // most for key in ordered), output
+    keys = np.where(held, number * most + copy, -1)
+    ordered = sorted({*distinct(keys), *(one * most for one in also)})
+    places = np.full(max(ordered, default=-1) + 2, -1, dtype=np.int64)  # the last entry is found by -1
+    places[ordered] = np.arange(len(ordered))
+    return tuple(key // most for key in ordered), places[keys]
 
 
 def _copies(elements: Elements) -> NDArray[np.int64]:
     """Per element, how often its checkpoint element was held before it."""
     number, flat = elements.number.numpy(), elements.flat.numpy()
     copy = np.zeros(number.size, dtype=np.int64)
-    for one in np.unique(number[number >= 0]):
+    for one in distinct(number):
         local = np.flatnonzero(number == one)
         places = flat[local]
         if places.size > 1 and not bool((places[1:] > places[:-1]).all()):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.reference.errors import UnsupportedCapability
-from weightsync.reference.labels import Labels, any_bits, as_dtype, digit_bits, whole_numbers
+from weightsync.reference.labels import Labels, any_bits, digit_bits, whole_numbers
+from weightsync.reference.params import ParamMeta
 from weightsync.testing.strategies import DTYPES
 
 
@@ -16,7 +17,7 @@ def carried(labels: Labels, dtype: torch.dtype, change: object) -> list[int]:
     """What is read back of every position after ``change`` was done to the values."""
     codes = torch.zeros(labels.total, dtype=torch.int64)
     for number in range(labels.passes):
-        values = as_dtype(labels.digits(torch.arange(labels.total), number), dtype)
+        values = labels.values(0, ParamMeta("w", dtype, (labels.total,)), number)
         labels.collect(codes, change(values), number)
     return labels.positions(codes).tolist()
 

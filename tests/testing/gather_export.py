@@ -67,13 +67,13 @@ class GatherExport:
             yield "mlp.gate_proj.weight", gate
             yield "mlp.up_proj.weight", up
 
-    def _grouped(self, name: str, shards: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _grouped(self, name: str, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Per query group its query heads, its key and its value."""
         model, whole = self.model, gather(name, shards)
         size = model.head_dim
         groups = whole.view(model.kv_heads, -1, size, *whole.shape[1:])
-        q, k, v = groups.split([model.heads // model.kv_heads, 1, 1], dim=1)
-        return tuple(one.reshape(-1, *whole.shape[1:]) for one in (q, k, v))  # type: ignore[return-value]
+        parts = torch.split(groups, [model.heads // model.kv_heads, 1, 1], dim=1)
+        return tuple(one.reshape(-1, *whole.shape[1:]) for one in parts)
 
     def _uneven(self, name: str, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Heads dealt out as evenly as can be; the first rank that has a key or value head is asked for it."""
@@ -81,7 +81,7 @@ class GatherExport:
         heads: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         dealt = torch.arange(model.heads).tensor_split(len(shards))
         for shard, queries in zip(shards, dealt, strict=True):
-            blocks = iter(shard.split(model.head_dim))
+            blocks = iter(torch.split(shard, model.head_dim))
             for group in sorted({query // each for query in queries.tolist()}):
                 heads[0].extend(next(blocks) for query in queries.tolist() if query // each == group)
                 for held in heads[1:]:
