@@ -102,9 +102,6 @@ class GroupProbe:
         """The number of the first element of each entry, and of all elements."""
         return torch.tensor([0, *(meta.numel for _, meta in self._entries)]).cumsum(0)
 
-    def _entry(self, element: Tensor) -> tuple[int, ParamMeta]:
-        return self._entries[int(torch.bucketize(element, self._bases[1:], right=True))]
-
     def _check_metas(self, exported: Mapping[str, Tensor]) -> None:
         """Dtypes and shapes, before a wrong dtype could lose digits."""
         dtypes = {meta.dtype for _, meta in self._entries}
@@ -166,7 +163,7 @@ class GroupProbe:
                 raise _other_dtype(meta, one)
 
     def _repeated(self, name: str, source: Tensor, at: int) -> ProbeError:
-        rank, meta = self._entry(source[at])
+        rank, meta = self._entries[int(torch.bucketize(source[at], self._bases[1:], right=True))]
         return ProbeError(
             f"export repeats an element of parameter {meta.name!r} of rank {rank} at element {at} of {name!r}, "
             "expected each element once; only a whole tensor may repeat another, as a tied head does"
