@@ -1,6 +1,7 @@
 """What is right: the pure core of a weight update, its protocol and its oracles."""
 
 from weightsync.reference.buckets import Bucket
+from weightsync.reference.capture import Captured
 from weightsync.reference.delta import SparsePatch, UndoLog
 from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import (
@@ -11,6 +12,7 @@ from weightsync.reference.errors import (
     PatchMismatch,
     PeerLost,
     PlanMismatch,
+    ProbeError,
     RemoteError,
     StaleVersion,
     UnsupportedCapability,
@@ -21,6 +23,7 @@ from weightsync.reference.members import Group, RankId, RolloutRef
 from weightsync.reference.model import ModelShape
 from weightsync.reference.params import ParamMeta, TPAttributes
 from weightsync.reference.plan import TransferPlan
+from weightsync.reference.probe import Probe, Probed
 from weightsync.reference.protocol import Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.rollout import Rollout
@@ -35,6 +38,7 @@ __all__ = [
     "BackendUnavailable",
     "BaselineSlots",
     "Bucket",
+    "Captured",
     "DeadlineExceeded",
     "Deployment",
     "Group",
@@ -46,6 +50,9 @@ __all__ = [
     "PatchMismatch",
     "PeerLost",
     "PlanMismatch",
+    "Probe",
+    "ProbeError",
+    "Probed",
     "ProtocolSettings",
     "RankId",
     "RemoteError",

@@ -19,6 +19,10 @@ class PlanMismatch(WeightSyncError):
     """Two sides, or two ranks, disagree about the tensors, their shapes or how they are cut."""
 
 
+class ProbeError(WeightSyncError):
+    """A probed export or a captured loader does more, or less, than move elements."""
+
+
 class StaleVersion(WeightSyncError):
     """A version number that was tried before, or a base version that the receiver does not hold."""
 
