@@ -82,7 +82,8 @@ def grad_norm(ranks: Sequence[RankGrads], norm_type: float = 2.0, group: str | N
     every = torch.cat([torch.zeros(1, dtype=torch.float64), *sizes])
     if norm_type == math.inf:
         return every.max().item()
-    return float(every.pow(norm_type).sum().item() ** (1.0 / norm_type))
+    total = every.pow(norm_type).sum().item()
+    return math.sqrt(total) if norm_type == 2.0 else float(total ** (1.0 / norm_type))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
