@@ -133,12 +133,12 @@ def reduce_replicated(
                 "carry sequence_parallel and average_gradients_across_tp_domain on every rank"
             )
     reduced = [dict(rank.params) for rank in ranks]
-    for name, rule in rules[0].items() if rules else ():
-        if rule == "keep":
+    for name, how in rules[0].items() if rules else ():
+        if how == "keep":
             continue
         grads = [grad for rank in ranks if (grad := rank.params[name][1]) is not None]
         total = torch.stack([grad.detach().double() for grad in grads]).sum(0)
-        result = total / len(grads) if rule == "mean" else total
+        result = total / len(grads) if how == "mean" else total
         for number, rank in enumerate(ranks):
             reduced[number][name] = (rank.params[name][0], result.to(grads[number].dtype, copy=True))
     return [
