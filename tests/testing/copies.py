@@ -50,7 +50,7 @@ DROPPING: dict[str, Route] = {
     "detach": lambda t: t.detach(),
     "data": lambda t: t.data,
     "to(meta)": lambda t: t.to("meta", copy=True),
-    "to(cpu, copy)": lambda t: t.to("cpu", copy=True),
+    "to(device, copy)": lambda t: t.to(t.device, copy=True),
     "to(dtype)": lambda t: t.to(torch.float32 if t.dtype == torch.float64 else torch.float64),
     "float()": lambda t: t.double().float(),
     "view": lambda t: t.view(t.shape),
