@@ -1,9 +1,11 @@
 """What is right: the pure core of a weight update, its protocol and its oracles."""
 
+from weightsync.reference.attribute_ledger import AttributeLedger
 from weightsync.reference.buckets import Bucket
 from weightsync.reference.delta import SparsePatch, UndoLog
 from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import (
+    AttributeMismatch,
     BackendUnavailable,
     DeadlineExceeded,
     GroupBroken,
@@ -32,6 +34,8 @@ from weightsync.reference.trace import Span, Trace
 from weightsync.reference.trainer import Trainer
 
 __all__ = [
+    "AttributeLedger",
+    "AttributeMismatch",
     "BackendUnavailable",
     "BaselineSlots",
     "Bucket",

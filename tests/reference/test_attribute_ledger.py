@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from weightsync.reference.attribute_ledger import AttributeLedger
-from weightsync.reference.attributes import TP_ATTRIBUTES
+from weightsync.reference.attributes import ATTRIBUTES, TP_ATTRIBUTES
 from weightsync.reference.errors import AttributeMismatch, PlanMismatch
 from weightsync.reference.params import TPAttributes, backfill, carry, fresh_copy, read
 from weightsync.reference.shards import join
@@ -75,6 +75,37 @@ def test_the_hop_that_drops_attributes_is_named_and_every_lost_one_is_told(
         for name in params:
             carry(before[name], params[name])
         ledger.check(hop, params, moved_from=before)
+
+
+WRONG_COPIES: dict[str, tuple[str, ...]] = {
+    "Megatron's table only": tuple(one.name for one in ATTRIBUTES if one.backfilled),
+    "what a gather needs only": (
+        "tensor_model_parallel",
+        "partition_dim",
+        "partition_stride",
+        "parallel_mode",
+    ),
+    "what a gradient norm needs only": ("tensor_model_parallel", "allreduce", "shared"),
+}
+
+
+@pytest.mark.parametrize("kept", WRONG_COPIES)
+@pytest.mark.parametrize("filled", [False, True], ids=["bare", "defaults filled in"])
+def test_a_copy_that_carries_a_shorter_list_is_refused_by_what_it_lacks(kept: str, filled: bool) -> None:
+    """The lists of other helpers: each is enough for one reader, and silent for the next."""
+    every = {one.name: one.default for one in ATTRIBUTES} | COLUMN | {"allreduce": False, "shared": True}
+    params = live_params(w=TPAttributes(every))
+    copied = fresh_copy(params["w"])
+    for one in ATTRIBUTES:
+        if one.name not in WRONG_COPIES[kept]:
+            delattr(copied, one.name)
+            if filled and one.backfilled:
+                setattr(copied, one.name, one.default)
+    with pytest.raises(AttributeMismatch) as caught:
+        AttributeLedger(params).check("send", {"w": copied})
+    found = {finding.attribute for finding in caught.value.findings}
+    silent = {one.name for one in ATTRIBUTES if filled and one.backfilled and one.default == every[one.name]}
+    assert found == set(TP_ATTRIBUTES) - set(WRONG_COPIES[kept]) - silent
 
 
 def test_the_error_reads_as_one_sentence_with_everything_in_it() -> None:
