@@ -1,10 +1,12 @@
 """What is right: the pure core of a weight update, its protocol and its oracles."""
 
+from weightsync.reference.attribute_ledger import AttributeLedger
 from weightsync.reference.buckets import Bucket
 from weightsync.reference.capture import Captured
 from weightsync.reference.delta import SparsePatch, UndoLog
 from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import (
+    AttributeMismatch,
     BackendUnavailable,
     DeadlineExceeded,
     GroupBroken,
@@ -35,6 +37,8 @@ from weightsync.reference.trace import Span, Trace
 from weightsync.reference.trainer import Trainer
 
 __all__ = [
+    "AttributeLedger",
+    "AttributeMismatch",
     "BackendUnavailable",
     "BaselineSlots",
     "Bucket",
