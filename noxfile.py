@@ -1,7 +1,7 @@
 """Every check of this project, as nox sessions.
 
-By default: lint, types, tests, examples, dist. On request (``nox -s NAME``): matrix, faults, minimums,
-nightly, bench. Whatever runs our code runs the installed wheel, which is built from the sdist, so that a file
+By default: lint, types, tests, examples, dist. On request (``nox -s NAME``): matrix, faults, real,
+minimums, nightly, bench. Whatever runs our code runs the installed wheel, which is built from the sdist, so that a file
 missing from either is noticed.
 """
 
@@ -27,6 +27,7 @@ WORKERS = ("-n", "2", "--dist", "loadfile")
 """The laptop suite runs in two processes; what starts processes of its own asks for ``-n 0``."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Two workers and many ranks share the cores already."""
+MEGATRON = "megatron-core==0.16.1"
 CONSTRAINTS = ("-c", str(ROOT / "constraints.txt"))
 
 
@@ -130,6 +131,15 @@ def matrix(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Kill, stall and fail at every await, in the environment of ``tests``; arguments go to pytest."""
     session.notify("tests", ["-q", "-n", "0", "tests/faults", *session.posargs])
+
+
+@nox.session
+def real(session: nox.Session) -> None:
+    """Hold the reference against Megatron-Core and Transformers themselves; arguments go to pytest."""
+    requirements = ROOT / "tests" / "real" / "requirements.txt"
+    install_wheel(session, *group("tests"), "-r", str(requirements))
+    session.install("--no-deps", MEGATRON)  # what it names besides is for GPUs
+    session.run("pytest", "-q", "-n", "0", "tests/real", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

@@ -102,9 +102,9 @@ class ReceiverSession:
     def hello(self, epoch: int, fingerprint: int, update: int = 0) -> Mapping[str, Any]:
         """Join a group epoch, giving up what is in progress, and report what this rank holds.
 
-        Returns ``version``, ``dirty``, ``highest`` and ``digest`` (this rank's share, signed 64 bit; see
-        ``digest.combine``), from which a trainer chooses between a delta and a full update. A session that
-        nobody greets is in epoch 0.
+        Returns ``version``, ``dirty``, ``highest``, ``new`` (True for the first greeting) and ``digest`` (this rank's
+        share, signed 64 bit; see ``digest.combine``), from which a trainer chooses between a delta and a full
+        update. A session that nobody greets is in epoch 0.
 
         Args:
             epoch: the group epoch that the headers of its buckets will name.

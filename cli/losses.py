@@ -18,6 +18,9 @@ from weightsync.cli.record import Event, RunRecord
 from weightsync.cli.tables import CheckRow
 from weightsync.reference.protocol import Outcome
 
+RESTARTS = 3
+"""How often the processes of one rollout are started again; after that it stays gone."""
+
 
 def rejoins(outcomes: Sequence[Outcome], inside: Sequence[tuple[int, int]]) -> list[Event]:
     """An event for each rollout that was lost and committed again.
@@ -45,6 +48,21 @@ def in_order(events: Sequence[Event], origin_ns: int) -> list[Event]:
     return sorted(
         ({**event, "at_ns": event["at_ns"] - origin_ns} for event in events), key=lambda event: event["at_ns"]
     )
+
+
+def sentence(event: Event) -> str:
+    """The event in words."""
+    which, update = f"rollout {event['rollout']}", event["update"]
+    if event["event"] == "lost":
+        return f"{which} is lost after update {update}: {_said(event)}"
+    if event["event"] == "rejoined":
+        sent = "a full update" if event["full"] else "a delta"
+        return f"{which} rejoins in update {update}, with {sent}"
+    if event["event"] == "restarted":
+        return (
+            f"{which} is started again, all {len(event['ranks'])} ranks, time {event['times']} of {RESTARTS}"
+        )
+    return f"{which} is left out: {event['why']}"
 
 
 def commit_row(outcome: Outcome, record: RunRecord) -> CheckRow:

@@ -20,6 +20,7 @@ from typing import Any, Self
 from weightsync.backends.control import end_lease
 from weightsync.backends.torchrun import SECRET
 from weightsync.cli.desk import GONE, Desk
+from weightsync.cli.losses import RESTARTS
 from weightsync.cli.rank_run import PREFIX, Errand
 from weightsync.cli.record import Event
 from weightsync.cli.telling import Tell, hear, unheard
@@ -32,10 +33,6 @@ STARTUP_S = 300.0
 
 STOP_S = 5.0
 """How long a process may take to end when it is told to, before it is killed."""
-
-
-RESTARTS = 3
-"""How often the processes of one rollout are started again; after that it stays gone."""
 
 
 class RankDied(WeightSyncError):

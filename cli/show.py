@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightsync.cli.dry_run import DryRun
+from weightsync.cli.losses import sentence
 from weightsync.cli.result import Result, version_rows
 from weightsync.cli.scenario import Scenario
 from weightsync.cli.tables import CheckRow, checks_table, format_bytes, phase_table, version_table
@@ -49,6 +50,9 @@ def tables(
             break
     sides = [None if side is None else _shown(side["phases_ns"]) for side in (modelled, measured)]
     console.print(phase_table(sides[0], sides[1], modelled_on=modelled_on, measured_on=measured_on))
+    for result in (measured, modelled):
+        for event in result["events"] if result is not None else ():
+            console.print(sentence(event), highlight=False, markup=False)
     failed = [
         CheckRow(f"{result['backend']}: {row['name']}", row["ok"], row["detail"])
         for result in (measured, modelled)

@@ -1,9 +1,12 @@
 """What is right: the pure core of a weight update, its protocol and its oracles."""
 
+from weightsync.reference.attribute_ledger import AttributeLedger
 from weightsync.reference.buckets import Bucket
+from weightsync.reference.capture import Captured
 from weightsync.reference.delta import SparsePatch, UndoLog
 from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import (
+    AttributeMismatch,
     BackendUnavailable,
     DeadlineExceeded,
     GroupBroken,
@@ -11,6 +14,7 @@ from weightsync.reference.errors import (
     PatchMismatch,
     PeerLost,
     PlanMismatch,
+    ProbeError,
     RemoteError,
     StaleVersion,
     UnsupportedCapability,
@@ -22,6 +26,7 @@ from weightsync.reference.metrics import UpdateMetrics, update_metrics
 from weightsync.reference.model import ModelShape
 from weightsync.reference.params import ParamMeta, TPAttributes
 from weightsync.reference.plan import TransferPlan
+from weightsync.reference.probe import Probe, Probed
 from weightsync.reference.protocol import Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.rollout import Rollout
@@ -33,9 +38,12 @@ from weightsync.reference.trace import Span, Trace
 from weightsync.reference.trainer import Trainer
 
 __all__ = [
+    "AttributeLedger",
+    "AttributeMismatch",
     "BackendUnavailable",
     "BaselineSlots",
     "Bucket",
+    "Captured",
     "DeadlineExceeded",
     "Deployment",
     "Group",
@@ -47,6 +55,9 @@ __all__ = [
     "PatchMismatch",
     "PeerLost",
     "PlanMismatch",
+    "Probe",
+    "ProbeError",
+    "Probed",
     "ProtocolSettings",
     "RankId",
     "RemoteError",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 
 class WeightSyncError(Exception):
     """Base of every error this package raises on purpose."""
@@ -11,12 +14,42 @@ class MissingTPAttributes(WeightSyncError):
     """A sharded parameter carries no tensor-parallel attributes, so nobody can tell how it is cut."""
 
 
+class Finding(NamedTuple):
+    """One attribute that is not as recorded: ``found`` and ``expected`` are its values' text, or "absent"."""
+
+    parameter: str
+    attribute: str
+    found: str
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.attribute} of parameter {self.parameter!r} is {self.found}, expected {self.expected}"
+
+
+class AttributeMismatch(WeightSyncError):
+    """A copy does not carry what was recorded for its parameter.
+
+    Attributes:
+        hop: the copy after which this was found, in the caller's words.
+        findings: what was found, in the order of the parameters.
+    """
+
+    def __init__(self, hop: str, findings: Sequence[Finding], advice: str) -> None:
+        super().__init__(f"after hop {hop!r}: {'; '.join(map(str, findings))}; {advice}")
+        self.hop = hop
+        self.findings = tuple(findings)
+
+
 class PatchMismatch(WeightSyncError):
     """A bucket or patch does not fit what it names; raised before the first write."""
 
 
 class PlanMismatch(WeightSyncError):
     """Two sides, or two ranks, disagree about the tensors, their shapes or how they are cut."""
+
+
+class ProbeError(WeightSyncError):
+    """A probed export or a captured loader does more, or less, than move elements."""
 
 
 class StaleVersion(WeightSyncError):

@@ -16,31 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightsync.reference.attributes import ATTRIBUTES, BY_NAME
+from weightsync.reference.attributes import TP_ATTRIBUTES as TP_ATTRIBUTES
 from weightsync.reference.errors import MissingTPAttributes, UnsupportedCapability
-
-TP_ATTRIBUTES = (
-    "tensor_model_parallel",
-    "partition_dim",
-    "partition_stride",
-    "partition_sizes",
-    "parallel_mode",
-    "allreduce",
-    "sequence_parallel",
-    "average_gradients_across_tp_domain",
-    "shared",
-    "shared_embedding",
-    "expert_tp",
-    "is_qkv",
-    "qkv_split_shapes",
-    "is_embedding_or_output_parameter",
-    "is_embedding_parameter",
-    "num_attention_heads",
-    "num_query_groups",
-)
-"""Every attribute name that a copy carries, letter for letter Megatron's and Transformer Engine's.
-
-The last two are ours, named after Megatron's settings: heads that do not divide are cut by these counts.
-"""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = object()
@@ -126,15 +104,20 @@ class TPAttributes:
         """Transformer Engine's mode: "column", "row", "duplicated" or None."""
         return self.values.get("parallel_mode")
 
+    def uncut(self) -> TPAttributes:
+        """What a gathered tensor carries: all but the attributes that tell how a shard is cut."""
+        return TPAttributes({name: value for name, value in self.values.items() if not BY_NAME[name].cut})
+
     def stamp(self, tensor: Tensor) -> Tensor:
         """Make ``tensor`` carry exactly these attributes, and return the same object.
 
         Known names that are absent here are removed from it; other Python attributes are left alone. Values
-        are copied, so that a list changed on one tensor does not change the other.
+        are copied, so that a list changed on one tensor does not change the other; a process group stays the
+        same object.
         """
         for name in TP_ATTRIBUTES:
             if name in self.values:
-                setattr(tensor, name, deepcopy(self.values[name]))
+                setattr(tensor, name, _copied(name, self.values[name]))
             elif hasattr(tensor, name):
                 delattr(tensor, name)
         return tensor
@@ -143,7 +126,7 @@ class TPAttributes:
 def read(tensor: Tensor) -> TPAttributes:
     """The known attributes that are present on ``tensor``; nothing is filled in."""
     found = {name: getattr(tensor, name, _ABSENT) for name in TP_ATTRIBUTES}
-    return TPAttributes({name: deepcopy(value) for name, value in found.items() if value is not _ABSENT})
+    return TPAttributes({name: _copied(name, value) for name, value in found.items() if value is not _ABSENT})
 
 
 def carry(src: Tensor, dst: Tensor) -> Tensor:
@@ -155,17 +138,24 @@ def carry(src: Tensor, dst: Tensor) -> Tensor:
     return dst if dst is src else read(src).stamp(dst)
 
 
-def compare(a: Tensor, b: Tensor) -> tuple[str, ...]:
-    """One sentence per known attribute that differs between two tensors; empty when they agree."""
-    left, right = read(a).values, read(b).values
+def differences(found: TPAttributes, expected: TPAttributes) -> tuple[tuple[str, str, str], ...]:
+    """Name, found and expected value as text, of every attribute that differs; a missing one is "absent"."""
 
-    def say(values: Mapping[str, Any], name: str) -> str:
-        return repr(values[name]) if name in values else "absent"
+    def say(attributes: TPAttributes, name: str) -> str:
+        return repr(attributes.values[name]) if name in attributes.values else "absent"
 
     return tuple(
-        f"{name} is {say(left, name)} on the first and {say(right, name)} on the second"
+        (name, say(found, name), say(expected, name))
         for name in TP_ATTRIBUTES
-        if left.get(name, _ABSENT) != right.get(name, _ABSENT)
+        if found.values.get(name, _ABSENT) != expected.values.get(name, _ABSENT)
+    )
+
+
+def compare(a: Tensor, b: Tensor) -> tuple[str, ...]:
+    """One sentence per known attribute that differs between two tensors; empty when they agree."""
+    return tuple(
+        f"{name} is {left} on the first and {right} on the second"
+        for name, left, right in differences(read(a), read(b))
     )
 
 
@@ -187,8 +177,14 @@ def require(
     Raises:
         MissingTPAttributes: ``tensor_model_parallel`` is absent, or true without a ``partition_dim`` that
             this shape has, or false (a default filled in over a lost attribute) although the shapes differ.
+        UnsupportedCapability: the shard is cut once more over a GTP group.
     """
     attributes = read(tensor)
+    if attributes.values.get("is_gtp_weight_remat", False):
+        raise UnsupportedCapability(
+            f"parameter {name!r} is a GTP shard of shape {list(tensor.shape)}, expected a TP shard; gather it "
+            "over its GTP group, cut pad_length rows off, and stamp its attributes without the GTP ones"
+        )
     local = tuple(tensor.shape) if local_shape is None else tuple(local_shape)
     if "tensor_model_parallel" not in attributes.values:
         problem = "carries no tensor_model_parallel attribute"
@@ -202,6 +198,44 @@ def require(
         f"parameter {name!r} of local shape {list(local)} {problem}, but stands for full shape "
         f"{list(full_shape)}; carry the attributes from the live parameter at every copy, or declare it "
         "replicated in the layout table"
+    )
+
+
+def backfill(tensor: Tensor, source: Tensor, name: str, *, replicated: bool = False) -> Tensor:
+    """Carry ``source``'s attributes to ``tensor``, then store Megatron's defaults for what is still missing.
+
+    Megatron's optimizers want every member of its table on every parameter. Defaults alone would turn a loud
+    loss (no attribute) into a silent one (replicated), so the real attributes come first, and there must be
+    some.
+
+    Args:
+        tensor: what is filled, and returned; may be ``source``.
+        source: the live parameter, or a copy known to be whole.
+        name: the parameter's name, for the error.
+        replicated: True when the layout declares that the parameter is on every TP rank alike; only then may
+            it be without ``tensor_model_parallel``.
+
+    Raises:
+        MissingTPAttributes: ``source`` cannot be told from a shard that lost its attributes, contradicts
+            ``replicated``, or has lost one that ``tensor`` still has.
+    """
+    real, held = read(source), read(tensor).values
+    lost = [key for key in held if key not in real.values and held[key] != BY_NAME[key].default]
+    if "tensor_model_parallel" not in real.values and not replicated:
+        problem = "carries no tensor_model_parallel attribute and is not declared replicated"
+    elif real.sharded and replicated:
+        problem = "is a shard although it is declared replicated"
+    elif lost:
+        problem = f"has lost {lost}, which the tensor to fill still has"
+    else:
+        carry(source, tensor)
+        for one in ATTRIBUTES:
+            if one.backfilled and one.name not in real.values:
+                setattr(tensor, one.name, one.default)
+        return tensor
+    raise MissingTPAttributes(
+        f"the source of parameter {name!r} {problem}; carry the real attributes from the live parameter "
+        "first, fill in defaults afterwards"
     )
 
 
@@ -245,3 +279,7 @@ def fresh_copy(
     if copy.device.type != "meta" and source.device.type != "meta":
         copy.copy_(source)
     return carry(tensor, copy)
+
+
+def _copied(name: str, value: Any) -> Any:
+    return value if BY_NAME[name].reference else deepcopy(value)

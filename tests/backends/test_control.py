@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,14 +122,8 @@ def few() -> Iterator[Ranks]:
 
 
 def post(number: int) -> Message:
-    return {
-        "kind": "request",
-        "from": "a",
-        "op": "note",
-        "body": {"n": number},
-        "number": None,
-        "remaining_ns": None,
-    }
+    asked = {"op": "note", "body": {"n": number}, "number": None, "remaining_ns": None}
+    return {"kind": "request", "from": "a", **asked}
 
 
 # ---- messages ------------------------------------------------------------------------------------------------
@@ -187,13 +182,17 @@ def test_a_reply_to_a_former_life_of_the_rank_is_not_taken_for_an_answer(few: Ra
     assert later.until(1) == [("message", post(1))]
 
 
-def test_what_was_meant_for_a_former_life_is_dropped_by_the_next_one(ranks: Ranks) -> None:
-    a, former = ranks("a", "b", lease_ns=LEASE_NS), ranks("b", "a", lease_ns=LEASE_NS)
+def know_and_kill(a: Rank, former: Rank) -> None:
     while a.mail._watch.life("b") is None:
         former.mail.put("a", post(0))
         a.until(len(a.told) + 1)
     former.mail.kill()
     assert former.mail.join(30) == ()
+
+
+def test_what_was_meant_for_a_former_life_is_dropped_by_the_next_one(ranks: Ranks) -> None:
+    a, former = ranks("a", "b", lease_ns=LEASE_NS), ranks("b", "a", lease_ns=LEASE_NS)
+    know_and_kill(a, former)
     a.mail.put("b", post(1))
     end_lease(a.mail._store, "test", "b")
     heard = len(a.told)
@@ -208,11 +207,7 @@ def test_what_was_meant_for_a_former_life_is_dropped_by_the_next_one(ranks: Rank
 
 def test_a_call_to_a_process_that_was_replaced_unseen_fails_and_the_next_one_is_answered(few: Ranks) -> None:
     a, former = few("a", "b", lease_ns=LEASE_NS), few("b", "a", lease_ns=LEASE_NS)
-    while a.mail._watch.life("b") is None:
-        former.mail.put("a", post(0))
-        a.until(len(a.told) + 1)
-    former.mail.kill()
-    assert former.mail.join(30) == ()
+    know_and_kill(a, former)
     later = few("b", "a", lease_ns=LEASE_NS)
 
     async def answer() -> None:
@@ -225,10 +220,9 @@ def test_a_call_to_a_process_that_was_replaced_unseen_fails_and_the_next_one_is_
         await a.control.until_found(["b"], a.clock.now_ns() + LIMIT_NS)
         return await a.control.call("b", "look", {}, a.clock.now_ns() + LIMIT_NS)
 
-    thread = threading.Thread(target=lambda: later.run(answer()))
-    thread.start()
-    assert a.run(ask()) == {"life": 2}
-    thread.join(60)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(later.run, answer())
+        assert a.run(ask()) == {"life": 2}
     assert a.control.losses("b") == 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsync.cli.losses import in_order, rejoins
+from weightsync.cli.losses import in_order, rejoins, sentence
 from weightsync.cli.record import Event, RankRecord, RunRecord
 from weightsync.cli.result import check_rows
 from weightsync.cli.verify import Audit
@@ -111,3 +111,18 @@ def test_a_return_whose_bits_were_not_compared_is_a_failure() -> None:
 
 def test_a_loss_after_the_last_update_is_no_failure() -> None:
     assert all(rows_of(FIRST, Outcome(2, 2, True, members=(0, 1)), events=[{**LOST, "update": 2}]).values())
+
+
+def test_every_event_has_its_sentence() -> None:
+    happened = [
+        LOST,
+        {"event": "restarted", "rollout": 1, "update": 1, "ranks": RANKS, "times": 1},
+        *rejoins([BACK], [(0, 1)]),
+        {"event": "left out", "rollout": 1, "update": 5, "why": "it keeps ending"},
+    ]
+    assert [sentence(event) for event in happened] == [
+        "rollout 1 is lost after update 1: rollout1.1 was ended by SIGKILL",
+        "rollout 1 is started again, all 2 ranks, time 1 of 3",
+        "rollout 1 rejoins in update 4, with a full update",
+        "rollout 1 is left out: it keeps ending",
+    ]

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from weightsync.backends.store import host_store
 from weightsync.cli.launch import run_gloo
 from weightsync.cli.log_check import faults_of, gone_of, lines, outcomes_of, rows_of
+from weightsync.cli.losses import RESTARTS
 from weightsync.cli.main import app
-from weightsync.cli.processes import RESTARTS, Processes
+from weightsync.cli.processes import Processes
 from weightsync.cli.rank_run import Errand
 from weightsync.cli.record import RunRecord
 from weightsync.cli.result import check_rows, make_result

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy, deepcopy
-
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,27 +21,22 @@ from weightsync.reference.params import (
     require,
     same_bits,
 )
+from weightsync.testing.copies import DROPPING, KEEPING, Route
 from weightsync.testing.strategies import DTYPES, param_metas, special_bits, tensors, tp_attributes
 
-Route = Callable[[Tensor], Tensor]
-
-COPIES: dict[str, Route] = {
-    "clone": lambda t: t.clone(),
-    "detach": lambda t: t.detach(),
-    "data": lambda t: t.data,
-    "Parameter(data)": lambda t: Parameter(t.data),
-    "deepcopy": lambda t: deepcopy(Parameter(t.data)) if not isinstance(t, Parameter) else deepcopy(t),
-    "empty_like": lambda t: torch.empty_like(t).copy_(t.detach()),
-    "to(meta)": lambda t: t.to("meta"),
-    "to(float32)": lambda t: t.to(torch.float32),
-    "to(cpu, copy)": lambda t: t.to("cpu", copy=True),
-    "view": lambda t: t.view(t.shape),
-    "slice": lambda t: t[:],
+FRESH: dict[str, Route] = {
     "fresh_copy": fresh_copy,
     "fresh_copy(meta)": lambda t: fresh_copy(t, device="meta"),
     "fresh_copy(float32)": lambda t: fresh_copy(t, dtype=torch.float32),
 }
-KEEPERS = ("fresh_copy", "fresh_copy(meta)", "fresh_copy(float32)")
+
+
+def same_attributes(source: Tensor, made: Tensor, attributes: TPAttributes) -> None:
+    assert read(made) == attributes
+    assert compare(source, made) == ()
+    assert [name for name in TP_ATTRIBUTES if hasattr(made, name)] == [
+        name for name in TP_ATTRIBUTES if name in attributes.values
+    ]
 
 
 def parameter(attributes: TPAttributes) -> Parameter:
@@ -54,24 +45,32 @@ def parameter(attributes: TPAttributes) -> Parameter:
     return tensor
 
 
-@pytest.mark.parametrize("route", COPIES)
+@pytest.mark.parametrize("route", DROPPING)
 @given(attributes=tp_attributes())
 def test_carry_restores_every_attribute_and_invents_none_on_every_copy(
     route: str, attributes: TPAttributes
 ) -> None:
     source = parameter(attributes)
-    made = COPIES[route](source)
+    made = DROPPING[route](source)
     assert made is not source
-    if route not in KEEPERS:
-        assert read(made).values == {}, (
-            "torch began to keep attributes here; the list of routes is out of date"
-        )
-        assert carry(source, made) is made
-    assert read(made) == attributes
-    assert compare(source, made) == ()
-    assert [name for name in TP_ATTRIBUTES if hasattr(made, name)] == [
-        name for name in TP_ATTRIBUTES if name in attributes.values
-    ]
+    assert read(made).values == {}, "torch began to keep attributes here; the list of routes is out of date"
+    assert carry(source, made) is made
+    same_attributes(source, made, attributes)
+
+
+@pytest.mark.parametrize("route", FRESH)
+@given(attributes=tp_attributes())
+def test_a_fresh_copy_carries_every_attribute_and_invents_none(route: str, attributes: TPAttributes) -> None:
+    source = parameter(attributes)
+    made = FRESH[route](source)
+    assert made is not source
+    same_attributes(source, made, attributes)
+
+
+@pytest.mark.parametrize("route", KEEPING)
+def test_operations_that_keep_attributes_still_do(route: str) -> None:
+    attributes = TPAttributes({"tensor_model_parallel": True, "partition_sizes": [1, 2]})
+    assert read(KEEPING[route](parameter(attributes))) == attributes
 
 
 @given(before=tp_attributes(), after=tp_attributes())
@@ -254,9 +253,3 @@ def test_require_returns_what_is_there() -> None:
     values = {"tensor_model_parallel": True, "partition_dim": 0}
     tensor = TPAttributes(values).stamp(torch.zeros(2, 6))
     assert require(tensor, "w", full_shape=(4, 6)).values == values
-
-
-@given(st.sampled_from([copy, lambda t: t.to("cpu"), lambda t: t.contiguous()]))
-def test_operations_that_keep_attributes_still_do(keep: Route) -> None:
-    source = parameter(TPAttributes({"partition_dim": 1}))
-    assert read(keep(source)).values == {"partition_dim": 1}

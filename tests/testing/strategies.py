@@ -15,9 +15,10 @@ from hypothesis import event
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weightsync.reference.attributes import TP_ATTRIBUTES
 from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.model import ModelShape
-from weightsync.reference.params import TP_ATTRIBUTES, ParamMeta, TPAttributes, int_view
+from weightsync.reference.params import ParamMeta, TPAttributes, int_view
 from weightsync.reference.shards import split
 
 DTYPES = (
@@ -36,6 +37,10 @@ _ATTRIBUTE_VALUES: dict[str, st.SearchStrategy[object]] = {
     "partition_sizes": st.lists(st.integers(0, 4), max_size=3),
     "parallel_mode": st.sampled_from(["column", "row", "duplicated", None]),
     "qkv_split_shapes": st.none() | st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    "grad_norm_group": st.none() | st.sampled_from(["mtp", "other"]),
+    "pad_length": st.integers(0, 3),
+    "group": st.none() | st.builds(object),
+    "gtp_replica_group": st.none() | st.builds(object),
     "num_attention_heads": st.integers(1, 9),
     "num_query_groups": st.integers(1, 3),
 }
