@@ -279,8 +279,9 @@ class RolloutRun(RankRun):
             export: dict[str, Tensor] = load_file(self.errand.export_file(version))
             expected = self.deployment.weights(self.me, export)
             audit = verify.audit(version, half, self.target, expected)
-            logs.audited(audit, half.verbs)
             took_part = half.highest >= version
+            if took_part:  # else the process that did has ended, and the lead counts no audit
+                logs.audited(audit, half.verbs)
             self.desk.tell([self.lead], "audited", audit=asdict(audit), took_part=took_part)
 
     def _sampling(self, half: Rollout) -> SamplingRank | None:

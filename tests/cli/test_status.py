@@ -109,7 +109,7 @@ def test_a_failed_check_is_said(cli: CliRunner, tmp_path: Path) -> None:
     assert cli.invoke(app, ["run", "tiny-sync", "--set", flip, "--out", str(tmp_path)]).exit_code == 1
     asked = cli.invoke(app, ["status", str(tmp_path)])
     assert asked.exit_code == 1
-    assert "failed: verdict: 1 of 12 checks failed" in " ".join(asked.stdout.split())
+    assert "failed: verdict: 2 of 15 checks failed" in " ".join(asked.stdout.split())
 
 
 # ---- one file, one owner ----------------------------------------------------------------------------------------
