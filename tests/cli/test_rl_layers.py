@@ -118,20 +118,23 @@ def test_ranks_compute_the_logits_of_the_plain_decoder(on_ranks: OnRanks, cut: C
 
 
 @given(cuts(), st.data())
-def test_log_probabilities_are_those_of_a_softmax_over_the_real_vocabulary(
+def test_log_probabilities_and_entropy_are_those_of_a_softmax_over_the_real_vocabulary(
     on_ranks: OnRanks, cut: Cut, data: st.DataObject
 ) -> None:
     count = cut.tokens.numel()
     drawn = data.draw(st.lists(st.integers(0, cut.config.shape.vocab - 1), min_size=count, max_size=count))
     targets = torch.tensor(drawn).view(cut.tokens.shape)
 
-    def logprobs(tp: TensorParallel) -> Tensor:
+    def judged(tp: TensorParallel) -> Tensor:
         policy = cut.policy(tp)
         with torch.no_grad():
-            return policy.logprobs(policy.logits(cut.tokens), targets)
+            scores = policy.logits(cut.tokens)
+            return torch.stack([policy.logprobs(scores, targets), policy.entropy(scores)])
 
-    first, *others = on_ranks(cut.tp, logprobs)
-    close(first, cut.plain().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1))
+    first, *others = on_ranks(cut.tp, judged)
+    log_p = cut.plain().log_softmax(-1)
+    close(first[0], log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
+    close(first[1], -(log_p.exp() * log_p).sum(-1))
     assert all(torch.equal(first, other) for other in others)
 
 
