@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from weightsync.cli.model import decoder
 from weightsync.cli.model.config import DecoderConfig
+from weightsync.cli.model.trainer import one_thread
+from weightsync.cli.rl.local import at_once
 from weightsync.cli.rl.parallel import TensorParallel
 from weightsync.cli.rl.policy import Cache, Policy
 from weightsync.cli.rl.views import LocalModel, rollout_view, trainer_view
@@ -192,3 +195,31 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting(on_ranks: OnRanks) -
 
     with pytest.raises(ValueError, match="rank 1 has no part"):
         on_ranks(3, fail)
+
+
+def test_ranks_in_threads_compute_with_one_thread_and_leave_the_count_as_it_was() -> None:
+    entered, both, left, found = threading.Event(), threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        with one_thread():
+            entered.set()
+            assert both.wait(60)
+        left.set()
+
+    def second() -> None:
+        assert entered.wait(60)
+        with one_thread():
+            both.set()
+            assert left.wait(60)
+            found.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        at_once([first, second])
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()  # a new thread takes over what was set last
+        later.join(60)
+        assert found == [1, 2]
+    finally:
+        torch.set_num_threads(before)
