@@ -163,11 +163,13 @@ def reshard(
 
 def _tellers(source: Sequence[Part], first: int) -> list[tuple[int, tuple[Placed, ...]]]:
     """Which rank tells which elements, disjoint: the first that holds them, counted from rank ``first``."""
-    told, order = [], [*range(first, len(source)), *range(first)]
-    for place, rank in enumerate(order):
-        products = [source[rank].placed]
-        for earlier in order[:place]:
-            products = [left for one in products for left in subtract(one, source[earlier].held)]
+    told: list[tuple[int, tuple[Placed, ...]]] = []
+    earlier: dict[Part, None] = {}
+    for rank in (*range(first, len(source)), *range(first)):
+        products = [] if source[rank] in earlier else [source[rank].placed]
+        for part in earlier if products else ():
+            products = [left for one in products for left in subtract(one, part.held)]
+        earlier[source[rank]] = None
         told += [(rank, one) for one in products]
     return told
 

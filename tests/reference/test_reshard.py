@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 from itertools import combinations
 
-import pytest
 import torch
-from hypothesis import assume, event, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.reference import shards
-from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import int_view, same_bits
 from weightsync.reference.reshard import Copy, execute, require_complete, reshard, schedule
 from weightsync.reference.shards import Part, parts, split, take
-from weightsync.testing.cuts import cut_shapes, part_lists
+from weightsync.testing.cuts import two_cuts
 from weightsync.testing.strategies import DTYPES, tensors
 
 INTS = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -28,16 +25,12 @@ Cut = tuple[Part, ...]
 
 
 @st.composite
-def two_cuts(draw: st.DrawFn, replicas: bool = True) -> tuple[tuple[int, ...], Cut, Cut]:
-    shape = draw(cut_shapes())
-    return shape, *(draw(part_lists(shape=shape, replicas=replicas)) for _ in range(2))
-
-
-@st.composite
 def sharded(draw: st.DrawFn) -> tuple[Tensor, list[Tensor], Cut, Cut]:
     """A full tensor, its shards of any strides, how they are cut, and another cut."""
     shape, source, destination = draw(two_cuts())
     full = draw(tensors(dtype=draw(dtypes), shape=shape))
+    if full.dtype == torch.bool:
+        int_view(full).bitwise_and_(1)  # torch makes no promise for other bytes
     return full, [restrided(draw, picked(full, part)) for part in source], source, destination
 
 
@@ -148,6 +141,13 @@ def test_no_two_copies_of_a_pair_of_ranks_could_be_one(cuts: tuple[tuple[int, ..
         assert found == fewest(source, destination)
 
 
+def test_intervals_that_follow_each_other_in_both_tensors_are_one_copy() -> None:
+    """Whatever gap of the full tensor lies between them."""
+    cut = parts((16,), 2, 0, stride=4)
+    assert len(cut[0].held[0]) == 4
+    assert schedule(cut, cut[:1]) == (Copy(0, 0, ((0, 8),), ((0, 8),)),)
+
+
 def continues(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[1] == other[0]
 
@@ -167,55 +167,6 @@ def fewest(source: Cut, destination: Cut) -> Counter[tuple[int, int]]:
             counts[origin, rank] += last.get(origin) != (taken - 1, local - 1)
             last[origin] = (taken, local)
     return +counts
-
-
-@given(cuts=two_cuts(replicas=False), data=st.data())
-def test_a_spoiled_schedule_is_refused(cuts: tuple[tuple[int, ...], Cut, Cut], data: st.DataObject) -> None:
-    shape, source, destination = cuts
-    copies = list(schedule(source, destination))
-    assume(copies)
-    spot = data.draw(st.integers(0, len(copies) - 1))
-    kind = data.draw(
-        st.sampled_from(["dropped", "doubled", "out of order", "misplaced", "wrong rank", "too long"])
-    )
-    event(f"schedule: {kind}")
-    copy = copies[spot]
-    if kind == "dropped":
-        del copies[spot]
-    elif kind == "doubled":
-        copies.insert(spot, copy)
-    elif kind == "out of order":
-        assume(len(copies) > 1)
-        other = (spot + 1) % len(copies)
-        copies[spot], copies[other] = copies[other], copies[spot]
-    elif kind == "wrong rank":
-        copies[spot] = replace(
-            copy, source=data.draw(st.integers(-1, len(source)).filter(lambda r: r != copy.source))
-        )
-    else:
-        assume(shape)
-        dim = data.draw(st.integers(0, len(shape) - 1))
-        start, end = copy.taken[dim]
-        moved = (start, end + 1) if kind == "too long" else (start + 1, end + 1)
-        copies[spot] = replace(copy, taken=(*copy.taken[:dim], moved, *copy.taken[dim + 1 :]))
-    with pytest.raises(PlanMismatch, match="compute the schedule from both cuts again"):
-        require_complete(copies, source, destination)
-
-
-def test_two_swapped_intervals_of_one_size_are_seen() -> None:
-    """Sizes and coverage are right; only the places are not."""
-    source, destination = parts((8,), 2, 0, stride=2), parts((8,), 1, None)
-    first, second, *rest = schedule(source, destination)
-    swapped = [
-        replace(first, taken=second.taken, source=second.source),
-        replace(second, taken=first.taken, source=first.source),
-        *rest,
-    ]
-    with pytest.raises(PlanMismatch, match=r"copy 0.*takes full indices .*\(2, 4\).* as .*\(0, 2\)"):
-        require_complete(swapped, source, destination)
-    naive = [Copy(rank, 0, ((0, 4),), ((4 * rank, 4 * rank + 4),)) for rank in range(2)]
-    with pytest.raises(PlanMismatch, match="copy 0"):
-        require_complete(naive, source, destination)
 
 
 class Allocations(TorchDispatchMode):
@@ -296,19 +247,3 @@ def test_ranks_that_hold_nothing_send_and_get_nothing() -> None:
     made = reshard([torch.tensor([1]), torch.tensor([2]), *[torch.zeros(0).long()] * 2], source, destination)
     assert [shard.tolist() for shard in made] == [[], [1, 2]]
     assert {(copy.source, copy.destination) for copy in schedule(source, destination)} == {(0, 1), (1, 1)}
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PlanMismatch, match=r"shapes \[\[4\], \[5\]\]"):
-        schedule(parts((4,), 2, 0), parts((5,), 1, 0))
-    with pytest.raises(PlanMismatch, match="2 of the 4 elements of destination rank 0 are held by none of 1"):
-        schedule(parts((4,), 2, 0)[:1], parts((4,), 1, None))
-    with pytest.raises(PlanMismatch, match="held by none of 0"):
-        schedule([], parts((4,), 1, None))
-    halves = parts((4,), 2, 0)
-    with pytest.raises(PlanMismatch, match="1 shards were given for 2"):
-        reshard([torch.zeros(2)], halves, halves)
-    with pytest.raises(PlanMismatch, match=r"rank 1 is torch.float32 \[3\], expected torch.float32 \[2\]"):
-        reshard([torch.zeros(2), torch.zeros(3)], halves, halves)
-    with pytest.raises(PlanMismatch, match=r"rank 1 is torch.float64"):
-        reshard([torch.zeros(2), torch.zeros(2).double()], halves, halves)

@@ -42,6 +42,16 @@ def part_lists(
 
 
 @st.composite
+def two_cuts(
+    draw: st.DrawFn, *, replicas: bool = True
+) -> tuple[tuple[int, ...], tuple[Part, ...], tuple[Part, ...]]:
+    """A shape, and two unlike ``part_lists`` of it."""
+    shape = draw(cut_shapes())
+    source, destination = (draw(part_lists(shape=shape, replicas=replicas)) for _ in range(2))
+    return shape, source, destination
+
+
+@st.composite
 def _cut(draw: st.DrawFn, outer: Part, dim: int, world: int) -> list[Part]:
     """One cut of ``outer``, of a drawn kind that its length allows."""
     length = outer.local_shape[dim]
