@@ -16,7 +16,7 @@ from weightsync.reference import shards
 from weightsync.reference.params import int_view, same_bits
 from weightsync.reference.reshard import Copy, execute, require_complete, reshard, schedule
 from weightsync.reference.shards import Part, parts, split, take
-from weightsync.testing.cuts import two_cuts
+from weightsync.testing.cuts import part_lists, two_cuts
 from weightsync.testing.strategies import DTYPES, tensors
 
 INTS = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -247,3 +247,29 @@ def test_ranks_that_hold_nothing_send_and_get_nothing() -> None:
     made = reshard([torch.tensor([1]), torch.tensor([2]), *[torch.zeros(0).long()] * 2], source, destination)
     assert [shard.tolist() for shard in made] == [[], [1, 2]]
     assert {(copy.source, copy.destination) for copy in schedule(source, destination)} == {(0, 1), (1, 1)}
+
+
+@given(data=st.data())
+def test_ranks_that_overlap_in_any_way_tell_every_element_once(data: st.DataObject) -> None:
+    """Boxes that overlap in several dimensions, and one rank that holds all of it."""
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
+    bounds = [st.tuples(st.integers(0, side), st.integers(0, side)).map(sorted).map(tuple) for side in shape]
+    boxes = data.draw(st.lists(st.tuples(*bounds), max_size=4))
+    source = [Part(shape, tuple((interval,) for interval in box)) for box in boxes]
+    source.insert(data.draw(st.integers(0, len(source))), Part.whole(shape))
+    destination = data.draw(part_lists(shape=shape))
+    require_complete(schedule(source, destination), source, destination)
+    full = torch.arange(math.prod(shape)).reshape(shape)
+    made = reshard([take(full, part) for part in source], source, destination)
+    assert all(same_bits(one, picked(full, part)) for one, part in zip(made, destination, strict=True))
+
+
+@given(orders=st.tuples(*[st.permutations([(0, 1), (1, 4), (4, 6), (6, 9)])] * 2))
+def test_local_order_is_kept_whatever_it_is(
+    orders: tuple[list[tuple[int, int]], list[tuple[int, int]]],
+) -> None:
+    (source,), (destination,) = ([Part((9,), (tuple(order),))] for order in orders)
+    require_complete(schedule([source], [destination]), [source], [destination])
+    (made,) = reshard([picked(torch.arange(9), source)], [source], [destination])
+    assert torch.equal(made, picked(torch.arange(9), destination))
+    assert Counter({(0, 0): len(schedule([source], [destination]))}) == fewest((source,), (destination,))

@@ -80,3 +80,11 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         reshard([torch.zeros(2), torch.zeros(3)], halves, halves)
     with pytest.raises(PlanMismatch, match=r"rank 1 is torch.float64"):
         reshard([torch.zeros(2), torch.zeros(2).double()], halves, halves)
+
+
+def test_one_half_written_twice_instead_of_both_is_seen() -> None:
+    """The number of elements is right."""
+    halves, whole = parts((4,), 2, 0), parts((4,), 1, None)
+    first, _ = schedule(halves, whole)
+    with pytest.raises(PlanMismatch, match="write the same elements"):
+        require_complete([first, first], halves, whole)
