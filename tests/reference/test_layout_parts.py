@@ -161,6 +161,12 @@ def test_columns_that_a_rank_holds_and_another_speaks_for_are_told_once() -> Non
     assert same_bits(export([{"w": one} for one in maps], live, layout.metas)["x"], full)
 
 
+def test_a_run_of_columns_that_is_a_replica_is_told_by_its_speaker_alone() -> None:
+    layout = plain(meta("x", 2, 6))
+    maps = [cut(layout, "w", {"x": 0}, dim=1, held=[((2, 4), told)]) for told in (True, False)]
+    assert [(one.elements(0), one.owned_elements(0)) for one in maps] == [(4, 4), (4, 0)]
+
+
 def test_grouped_experts_fuse_gate_and_up_along_their_ffn_dimension() -> None:
     metas = (meta("gate", 3, 4, 2), meta("up", 3, 4, 2))
     gate, up = numbered(*metas)
