@@ -26,7 +26,7 @@ class UpdateMetrics:
         reason: why not, or "".
         kind: what the members were sent: ``full``, ``delta``, ``mixed`` (both), or ``empty``: nothing had changed,
             or the update ended before it was known what to send.
-        members: numbers of the rollouts that took part.
+        members: numbers of the rollouts that took part; of an update that ended before its start, were to.
         full: numbers of the rollouts that were sent everything.
         changed: elements that differ from the version before; all of them when nobody received a delta.
         elements: elements of the whole checkpoint.
