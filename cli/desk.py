@@ -58,6 +58,12 @@ class Desk:
             word = {"op": op, "from": self.me, "life": self._life, "for": self._lives.get(peer), **body}
             self._client.queue_push(f"{self._prefix}/{peer}", json.dumps(word).encode())
 
+    def drop(self, peers: Iterable[object]) -> None:
+        """Drop every word that waits for these peers, whose processes have ended: the next ones must not act on it."""
+        for key in (f"{self._prefix}/{peer}" for peer in peers):
+            while self._client.queue_len(key):
+                self._client.queue_pop(key)
+
     def hear(self, timeout_s: float = TOLD_S) -> Mapping[str, Any]:
         """The next word for this rank, and for this process of it; blocks. DeadlineExceeded when none comes."""
         while True:

@@ -159,6 +159,7 @@ class Processes:
             self._note("left out", number, why="every update was over" if self.over >= steps else
                        f"it was started again {times} times, which is as often as it is done")  # fmt: skip
             return whole
+        self._desk.drop(whole)  # a follower's leader does not say for which of its processes a word is
         self._restarts[number] += 1
         self._start_all(whole)
         self._note("restarted", number, ranks=[*map(str, whole)], times=self._restarts[number])

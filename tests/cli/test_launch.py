@@ -204,6 +204,17 @@ def test_a_rank_that_was_started_again_is_there_once_it_is_ready_and_hears_nothi
     assert lead.hear_all("a", "audited")["a"]["version"] == 3
 
 
+def test_words_that_a_follower_left_unread_are_not_for_the_process_in_its_place() -> None:
+    store = host_store()
+    leader, launcher = Desk(store, "test", "leader"), Desk(store, "test", "launcher")
+    leader.tell("ab", "generate", step=1)  # it never heard of their processes, so that it is for any
+    leader.catch_up()  # a round trip, after which the store has what was told
+    launcher.drop("a")
+    leader.tell("a", "generate", step=2)
+    assert Desk(store, "test", "a").hear()["step"] == 2
+    assert Desk(store, "test", "b").hear()["step"] == 1
+
+
 def test_nobody_waits_for_a_rank_that_is_not_started_again_but_for_one_that_is_to_be_killed() -> None:
     store = host_store()
     lead, launcher = Desk(store, "test", "lead"), Desk(store, "test", "launcher")
