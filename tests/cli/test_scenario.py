@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from weightsync.cli import scenario, scenario_files, scenario_tables
+
+PAGE = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text(encoding="utf-8")
 
 
 def minimal(**tables: object) -> dict[str, object]:
@@ -155,3 +160,40 @@ def test_keys_cover_every_leaf_of_the_built_ins() -> None:
 
     for name in scenario_files.names():
         assert leaves(scenario_files.load(name).to_dict(), "") <= known
+
+
+def default_cell(key: str) -> object:
+    """The default of a key as the page writes it: a TOML value, ``required`` or ``none``."""
+    table: type[BaseModel] | None = scenario.Scenario
+    for name in (part for part in key.split(".") if part != "0"):
+        if table is None:  # a table with free keys
+            return "none"
+        info = table.model_fields[name]
+        table = scenario._inner(info.annotation)
+    if info.is_required():
+        return "required"
+    return "none" if info.default is None else info.default
+
+
+def page_defaults(page: str) -> dict[str, object]:
+    """Key -> its default, from every table of the page with the columns key, default and meaning."""
+    found: dict[str, object] = {}
+    for table in re.findall(r"^\| key \| default \|.*\n\|.*\n((?:\|.+\n)+)", page, flags=re.MULTILINE):
+        for line in table.splitlines():
+            keys, default, meaning = (cell.strip() for cell in line.split("|")[1:4])
+            assert meaning
+            cell = default.strip("`")
+            value = tomllib.loads(f"it = {cell}")["it"] if default.startswith("`") else cell
+            found |= dict.fromkeys(re.findall(r"`(.+?)`", keys), value)
+    return found
+
+
+def test_the_page_on_scenarios_names_every_key_with_its_default() -> None:
+    assert page_defaults(PAGE) == {key: default_cell(key) for key in scenario.keys()}
+
+
+def test_a_missing_key_and_a_wrong_default_are_seen() -> None:
+    real = {key: default_cell(key) for key in scenario.keys()}
+    row = next(line for line in PAGE.splitlines() if line.startswith("| `policy.lease_ms`"))
+    assert page_defaults(PAGE.replace(row + "\n", "")) != real
+    assert page_defaults(PAGE.replace(row, row.replace("`10000`", "`30000`"))) != real
