@@ -37,6 +37,7 @@ PRETRAINED = (
     "workload.steps=8",
     "workload.lr=5e-6",
     "workload.rl.base=10",
+    "workload.rl.entropy=0.0",
     "workload.rl.lr_last=1e-6",
     "workload.rl.prompts=8",
     "workload.rl.samples=4",

@@ -101,6 +101,8 @@ class Rl(Table):
     """Reinforcement learning on a task whose answers can be checked; rollouts sample, the trainer learns.
 
     ``lr`` of the workload holds for a share ``decay_from`` of the steps, then falls by equal factors to ``lr_last``.
+    ``entropy`` weighs the policy's entropy, in nats per token, against the advantages, which keeps it from settling
+    on wrong answers early; the weight falls with the step size.
     """
 
     task: Literal["reverse", "add"] = "reverse"
@@ -112,6 +114,7 @@ class Rl(Table):
     temperature: float = Field(default=1.0, gt=0.0)
     lr_last: float = Field(default=1e-6, gt=0.0)
     decay_from: float = Field(default=0.5, ge=0.0, le=1.0)
+    entropy: float = Field(default=0.0, ge=0.0)
 
 
 class Workload(Table):

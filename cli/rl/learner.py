@@ -61,18 +61,20 @@ class Learner:
     def learn(self, step: int, questions: Questions, samples: Samples) -> dict[str, float]:
         """Take optimizer step ``step``, from 1, on all ranks; what it says of itself, equal on all of them.
 
-        ``loss`` is the policy gradient's surrogate in nats per token; ``reward`` the mean over samples;
-        ``mismatch`` the largest difference, in nats, between a token's log-probability at the rollout that drew it
-        and at the trainer.
+        ``loss`` is the policy gradient's surrogate in nats per token; ``reward`` the mean over samples; ``entropy``
+        the policy's, in nats, a mean over the tokens; ``mismatch`` the largest difference, in nats, between a token's
+        log-probability at the rollout that drew it and at the trainer.
         """
         with one_thread():
             lr = self._optimizer.lr = learning_rate(self.work, step)
             rewards = self.rewards(questions, samples)
             leaves = {name: param.detach().float().requires_grad_() for name, param in self.params.items()}
             with torch.enable_grad():
-                logprobs = self._logprobs(leaves, questions, samples)
+                logprobs, entropies = self._judged(leaves, questions, samples)
                 loss = -(advantages(rewards, self.work).unsqueeze(1) * logprobs).mean()
-                loss.backward()  # type: ignore[no-untyped-call]
+                entropy = entropies.mean()
+                bonus = self.work.rl.entropy * lr / self.work.lr
+                (loss - bonus * entropy).backward()  # type: ignore[no-untyped-call]
             grads = {
                 name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 for name, leaf in leaves.items()
@@ -82,6 +84,7 @@ class Learner:
         return {
             "loss": float(loss.detach()),
             "reward": float(rewards.mean()),
+            "entropy": float(entropy.detach()),
             "lr": lr,
             "grad_norm": norm,
             "mismatch": float((logprobs.detach() - samples.logprobs).abs().max()),
@@ -130,14 +133,16 @@ class Learner:
             )
         return self.deployment.export(every)
 
-    def _logprobs(self, leaves: Mapping[str, Tensor], questions: Questions, samples: Samples) -> Tensor:
-        """Log-probability of every sampled token, (samples, answer tokens), at the temperature of the draw."""
+    def _judged(
+        self, leaves: Mapping[str, Tensor], questions: Questions, samples: Samples
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy at every sampled token, (samples, answer tokens), at the draw's temperature."""
         model = trainer_view(self.config.shape, leaves, self.tp)
         policy = Policy(self.config, model, self.tp)
         prompts = questions.tokens.repeat_interleave(self.work.rl.samples, dim=0)
         whole = torch.cat([prompts, samples.tokens], dim=1)
-        scores = policy.logits(whole[:, :-1], last=samples.tokens.shape[1])
-        return policy.logprobs(scores / self.work.rl.temperature, samples.tokens)
+        scores = policy.logits(whole[:, :-1], last=samples.tokens.shape[1]) / self.work.rl.temperature
+        return policy.logprobs(scores, samples.tokens), policy.entropy(scores)
 
 
 def advantages(rewards: Tensor, work: Workload) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from weightsync.backends.store import local_store
+from weightsync.cli.model.trainer import one_thread
 from weightsync.cli.rl.engine import Generator
 from weightsync.cli.rl.learner import Learner
 from weightsync.cli.rl.parallel import TensorParallel
@@ -100,6 +101,8 @@ class LocalJob:
 def at_once(calls: Sequence[Callable[[], T]], tps: Sequence[TensorParallel] = ()) -> list[T]:
     """The results of ``calls``, each in a thread of its own, as they wait for each other.
 
+    Each computes with one thread, and afterwards new threads have as many as before, whoever ends last.
+
     Args:
         calls: one per rank.
         tps: per rank its place in the group in which they wait; closed where a call fails, so that none waits on.
@@ -120,7 +123,7 @@ def at_once(calls: Sequence[Callable[[], T]], tps: Sequence[TensorParallel] = ()
                 tp.close()
             raise
 
-    with ThreadPoolExecutor(len(calls)) as threads:
+    with one_thread(), ThreadPoolExecutor(len(calls)) as threads:
         running = [threads.submit(run, number) for number in range(len(calls))]
     if failures:
         raise failures[0]

@@ -82,13 +82,24 @@ class Policy:
 
     def logprobs(self, scores_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """Log-probabilities in nats, (B, T), the same on all ranks, of ``targets_BT`` under this rank's scores."""
-        highest = self.tp.max(scores_BTV.amax(-1))
-        shifted = scores_BTV - highest.unsqueeze(-1)
+        shifted = self._shifted(scores_BTV)
         normaliser = self.tp.leave(shifted.exp().sum(-1)).log()
         local = targets_BT - self.model.first_token
         mine = (local >= 0) & (local < self.model.real_rows)
         picked = shifted.gather(-1, local.where(mine, 0).unsqueeze(-1)).squeeze(-1)
         return self.tp.leave(picked.where(mine, 0.0)) - normaliser
+
+    def entropy(self, scores_BTV: Tensor) -> Tensor:
+        """Entropy in nats, (B, T), the same on all ranks, of the next token under this rank's scores."""
+        shifted = self._shifted(scores_BTV)
+        weights = shifted.exp()
+        possible = shifted.masked_fill(shifted == -math.inf, 0.0)
+        total = self.tp.leave(weights.sum(-1))
+        return total.log() - self.tp.leave((weights * possible).sum(-1)) / total
+
+    def _shifted(self, scores_BTV: Tensor) -> Tensor:
+        """Scores below the highest of any rank, so that no exponential overflows."""
+        return scores_BTV - self.tp.max(scores_BTV.amax(-1)).unsqueeze(-1)
 
     def _embed(self, tokens_BT: Tensor) -> Tensor:
         local = tokens_BT - self.model.first_token

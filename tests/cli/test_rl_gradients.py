@@ -76,7 +76,9 @@ def gradients(
             leaf.view(-1, row_map.width)[row_map.tensor < 0] = padding
             leaves[name] = leaf.requires_grad_()
         policy = Policy(DecoderConfig("qwen3", shape), trainer_view(shape, leaves, tp), tp)
-        (policy.logprobs(policy.logits(tokens), targets) * counts).sum().backward()
+        scores = policy.logits(tokens)
+        objective = policy.logprobs(scores, targets) + policy.entropy(scores).square()
+        (objective * counts).sum().backward()
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
         }
@@ -88,7 +90,8 @@ def plain_gradients(shape: ModelShape, weights: Mapping[str, Tensor]) -> Grads:
     tokens, targets, counts = question(shape)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
     log_p = decoder.logits(DecoderConfig("qwen3", shape), leaves, tokens).log_softmax(-1)
-    (log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1) * counts).sum().backward()
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    ((log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1) + entropy.square()) * counts).sum().backward()
     return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 

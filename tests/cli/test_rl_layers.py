@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from weightsync.cli.model import decoder
 from weightsync.cli.model.config import DecoderConfig
+from weightsync.cli.model.trainer import one_thread
+from weightsync.cli.rl.local import at_once
 from weightsync.cli.rl.parallel import TensorParallel
 from weightsync.cli.rl.policy import Cache, Policy
 from weightsync.cli.rl.views import LocalModel, rollout_view, trainer_view
@@ -118,20 +121,23 @@ def test_ranks_compute_the_logits_of_the_plain_decoder(on_ranks: OnRanks, cut: C
 
 
 @given(cuts(), st.data())
-def test_log_probabilities_are_those_of_a_softmax_over_the_real_vocabulary(
+def test_log_probabilities_and_entropy_are_those_of_a_softmax_over_the_real_vocabulary(
     on_ranks: OnRanks, cut: Cut, data: st.DataObject
 ) -> None:
     count = cut.tokens.numel()
     drawn = data.draw(st.lists(st.integers(0, cut.config.shape.vocab - 1), min_size=count, max_size=count))
     targets = torch.tensor(drawn).view(cut.tokens.shape)
 
-    def logprobs(tp: TensorParallel) -> Tensor:
+    def judged(tp: TensorParallel) -> Tensor:
         policy = cut.policy(tp)
         with torch.no_grad():
-            return policy.logprobs(policy.logits(cut.tokens), targets)
+            scores = policy.logits(cut.tokens)
+            return torch.stack([policy.logprobs(scores, targets), policy.entropy(scores)])
 
-    first, *others = on_ranks(cut.tp, logprobs)
-    close(first, cut.plain().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1))
+    first, *others = on_ranks(cut.tp, judged)
+    log_p = cut.plain().log_softmax(-1)
+    close(first[0], log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
+    close(first[1], -(log_p.exp() * log_p).sum(-1))
     assert all(torch.equal(first, other) for other in others)
 
 
@@ -189,3 +195,31 @@ def test_a_rank_that_fails_does_not_keep_the_others_waiting(on_ranks: OnRanks) -
 
     with pytest.raises(ValueError, match="rank 1 has no part"):
         on_ranks(3, fail)
+
+
+def test_ranks_in_threads_compute_with_one_thread_and_leave_the_count_as_it_was() -> None:
+    entered, both, left, found = threading.Event(), threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        with one_thread():
+            entered.set()
+            assert both.wait(60)
+        left.set()
+
+    def second() -> None:
+        assert entered.wait(60)
+        with one_thread():
+            both.set()
+            assert left.wait(60)
+            found.append(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        at_once([first, second])
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()  # a new thread takes over what was set last
+        later.join(60)
+        assert found == [1, 2]
+    finally:
+        torch.set_num_threads(before)

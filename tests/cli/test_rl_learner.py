@@ -83,6 +83,7 @@ def test_the_step_size_only_falls_and_ends_at_its_last(
 SHAPE = ModelShape(
     vocab=12, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, head_dim=8, tied=True, qk_norm=True
 )
+LAYOUT = Deployment(SHAPE, 1, (RolloutLayout(1, False),), 1 << 20, 4, 4)
 WORK = Workload(kind="rl", lr=1e-2, steps=9, rl=Rl(digits=2, base=4, prompts=2, samples=3))
 QUESTIONS = Questions(torch.tensor([[1, 2, 11], [3, 0, 11]]), ("21", "03"))
 
@@ -90,8 +91,7 @@ QUESTIONS = Questions(torch.tensor([[1, 2, 11], [3, 0, 11]]), ("21", "03"))
 @pytest.fixture
 def learner(tmp_path: Path) -> Learner:
     folder = make_checkpoint(tmp_path, DecoderConfig("qwen3", SHAPE), 0)
-    layout = Deployment(SHAPE, 1, (RolloutLayout(1, False),), 1 << 20, 4, 4)
-    return Learner(folder, 0, layout, WORK, TensorParallel())
+    return Learner(folder, 0, LAYOUT, WORK, TensorParallel())
 
 
 def said(*answers: str) -> Samples:
@@ -116,7 +116,7 @@ def test_a_step_makes_what_was_rewarded_likelier(learner: Learner) -> None:
     def logprobs() -> torch.Tensor:
         with torch.no_grad():
             leaves = {name: param.detach().float() for name, param in learner.params.items()}
-            return learner._logprobs(leaves, QUESTIONS, answers).sum(1)
+            return learner._judged(leaves, QUESTIONS, answers)[0].sum(1)
 
     before = logprobs()
     told = [learner.learn(step, QUESTIONS, answers) for step in range(1, 6)]
@@ -127,10 +127,28 @@ def test_a_step_makes_what_was_rewarded_likelier(learner: Learner) -> None:
     assert (told[0]["samples"], told[0]["generated_tokens"]) == (6, 12)
 
 
+def test_the_entropy_bonus_spreads_the_policy_and_falls_with_the_step_size(tmp_path: Path) -> None:
+    entropies = {}
+    for weight in (0.0, 20.0):
+        rl = Rl(digits=2, base=4, prompts=2, samples=3, entropy=weight, decay_from=0.5)
+        work = Workload(kind="rl", lr=1e-2, steps=9, rl=rl)
+        folder = make_checkpoint(tmp_path / str(weight), DecoderConfig("qwen3", SHAPE), 0)
+        learner = Learner(folder, 0, LAYOUT, work, TensorParallel())
+        answers = said("21", "30", "33", "11", "22", "03")
+        told = [learner.learn(step, QUESTIONS, answers) for step in range(1, 9)]
+        entropies[weight] = [one["entropy"] for one in told]
+        undriven = learner.learn(8, QUESTIONS, said("20", "20", "31", "03", "03", "03"))
+        assert (undriven["grad_norm"] > 0) == (weight > 0)
+        assert undriven["grad_norm"] < 1e-3  # at the last step size the weight is one in ten thousand
+    assert entropies[0.0][0] == entropies[20.0][0] == pytest.approx(np.log(12), rel=0.05)
+    assert entropies[0.0][-1] < entropies[0.0][0] - 0.02
+    assert entropies[20.0][-1] > entropies[20.0][0]
+
+
 def test_the_mismatch_is_the_largest_difference_of_any_token(learner: Learner) -> None:
     answers = said("21", "30", "33", "11", "22", "03")
     leaves = {name: param.detach().float() for name, param in learner.params.items()}
-    own = learner._logprobs(leaves, QUESTIONS, answers)
+    own = learner._judged(leaves, QUESTIONS, answers)[0].detach()
     off = own.clone()
     off[4, 1] -= 0.75
     assert learner.learn(1, QUESTIONS, Samples(0, answers.tokens, off, 0))["mismatch"] == pytest.approx(0.75)
