@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import Self
 
 from weightsync.reference.errors import WeightSyncError
+from weightsync.reference.metrics import OnUpdate, UpdateMetrics, deliver
 from weightsync.reference.protocol import Outcome
+from weightsync.reference.status import TrainerStatus
 from weightsync.reference.trainer import Trainer
 
 Built = Trainer | Awaitable[Trainer] | AbstractAsyncContextManager[Trainer]
@@ -33,13 +35,24 @@ class TrainerFacade:
             is closed there after the trainer, whose bye lets rollouts on the same loop end by themselves.
             Its error is raised here.
         name: of the thread.
+        on_update: told of every update, failed or not, on the thread that pushes, before ``push`` returns; so it
+            may take its time and use what belongs to that thread. What it raises is raised by ``push``: the update
+            stays what it was, and ``trainer.last`` has its outcome.
 
     Attributes:
         trainer: what was built; it belongs to the private loop.
     """
 
-    def __init__(self, build: Callable[[], Built], *, name: str = "weightsync-trainer") -> None:
+    def __init__(
+        self,
+        build: Callable[[], Built],
+        *,
+        name: str = "weightsync-trainer",
+        on_update: OnUpdate | None = None,
+    ) -> None:
         self._build = build
+        self._on_update = on_update
+        self._told: list[UpdateMetrics] = []
         self._turn = threading.Lock()
         self._closed = False
         self._push: concurrent.futures.Future[Outcome] | None = None
@@ -67,11 +80,7 @@ class TrainerFacade:
             PeerLost: a trainer rank is lost, or a rollout under ``on_rollout_loss = "fail"``.
             WeightSyncError: closed, or called from the private thread, or while another push runs.
         """
-        if threading.current_thread() is self._thread:
-            raise WeightSyncError(
-                f"push() was called on the private thread {self._thread.name!r}, expected another one; "
-                "it would wait for itself"
-            )
+        self._refuse_own_thread("push")
         with self._turn:
             if self._closed:
                 raise WeightSyncError("push() was called on a closed facade, expected an open one; make one")
@@ -81,12 +90,38 @@ class TrainerFacade:
                 )
             running = self._push = asyncio.run_coroutine_threadsafe(self._update(), self._loop)
         try:
-            return running.result()
+            outcome = running.result()
         except concurrent.futures.CancelledError:
             raise WeightSyncError(
                 "the facade was closed while this push ran; the update has no outcome, and no rollout "
                 "generates from a part of it"
             ) from None
+        except Exception as error:
+            self._tell(error)
+            raise
+        self._tell()
+        return outcome
+
+    def status(self, timeout_s: float = 10.0) -> TrainerStatus:
+        """What every rollout rank says of itself, and what the lead knows of them; call it on the lead.
+
+        Any thread may ask, also while another one pushes; the push neither waits nor changes. A rank that does not
+        answer within ``timeout_s`` is in it, with why.
+
+        Raises:
+            WeightSyncError: closed, or called from the private thread.
+        """
+        self._refuse_own_thread("status")
+        with self._turn:
+            if self._closed:
+                raise WeightSyncError(
+                    "status() was called on a closed facade, expected an open one; make one"
+                )
+            asking = asyncio.run_coroutine_threadsafe(self._ask(int(timeout_s * 1e9)), self._loop)
+        try:
+            return asking.result()
+        except concurrent.futures.CancelledError:
+            raise WeightSyncError("the facade was closed while status() waited for the rollouts") from None
 
     def close(self) -> None:
         """End a push that still runs, release the rollouts, end the thread. Repeatable.
@@ -94,11 +129,7 @@ class TrainerFacade:
         Raises:
             Exception: the first error of the private loop that no push raised.
         """
-        if threading.current_thread() is self._thread:
-            raise WeightSyncError(
-                f"close() was called on the private thread {self._thread.name!r}, expected another one; "
-                "it would wait for itself"
-            )
+        self._refuse_own_thread("close")
         with self._turn:
             first, self._closed = not self._closed, True
         if first:
@@ -137,6 +168,8 @@ class TrainerFacade:
         if self._stop.is_set():
             return
         async with _opened(self._build()) as trainer:
+            if self._on_update is not None:
+                self._listen(trainer)
             self._ready.set_result(trainer)
             await self._stop.wait()
             if self._push is not None:
@@ -149,6 +182,30 @@ class TrainerFacade:
     async def _update(self) -> Outcome:
         async with self._pushing:
             return await self.trainer.update()
+
+    async def _ask(self, timeout_ns: int) -> TrainerStatus:
+        return await self.trainer.status(self.trainer.verbs.now_ns() + timeout_ns)
+
+    def _refuse_own_thread(self, call: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise WeightSyncError(
+                f"{call}() was called on the private thread {self._thread.name!r}, expected another one; "
+                "it would wait for itself"
+            )
+
+    def _listen(self, trainer: Trainer) -> None:
+        if trainer.on_update is not None:
+            raise WeightSyncError(
+                "the trainer that was built has an on_update already, and the facade was given another, expected "
+                "one; leave one out"
+            )
+        trainer.on_update = self._told.append
+
+    def _tell(self, error: Exception | None = None) -> None:
+        told, self._told[:] = list(self._told), []
+        for metrics in told:
+            if self._on_update is not None:
+                deliver(self._on_update, metrics, error)
 
     def _halt(self) -> None:
         self._stop.set()

@@ -21,23 +21,27 @@ from weightsync.cli.processes import HOST, STARTUP_S, Processes
 from weightsync.cli.rank_run import Errand, rank_run
 from weightsync.cli.record import Event, RankRecord, RunRecord
 from weightsync.cli.scenario import Scenario, ScenarioError, check
+from weightsync.cli.telling import Tell, unheard
 from weightsync.cli.workload import deployment, prepare
 from weightsync.reference.members import RankId
 from weightsync.reference.trace import Trace
 
 
 def run_gloo(
-    scenario: Scenario, progress: Callable[[int], None], environ: Mapping[str, str] = os.environ
+    scenario: Scenario,
+    progress: Callable[[int], None],
+    environ: Mapping[str, str] = os.environ,
+    tell: Tell = unheard,
 ) -> RunRecord | None:
     """The scenario over gloo, one process per rank; see ``run.run``. Under torchrun this process is one of them."""
     if "TORCHELASTIC_RUN_ID" in environ:
-        return _under_torchrun(scenario, progress, environ)
+        return _under_torchrun(scenario, progress, environ, tell)
     ranks = deployment(scenario).ranks
     with tempfile.TemporaryDirectory(prefix="weightsync-") as scratch, _sigterm_raises():
         store = host_store(HOST)
         errand = Errand(scenario, Path(scratch), prepare(scenario, Path(scratch)))
         with Processes(errand, ranks, store) as processes:
-            processes.watch(progress)
+            processes.watch(progress, tell)
         return collect(errand, processes.alive_at_end, processes.events)
 
 
@@ -62,7 +66,7 @@ def collect(errand: Errand, ranks: Sequence[RankId], events: Sequence[Event] = (
 
 
 def _under_torchrun(
-    scenario: Scenario, progress: Callable[[int], None], environ: Mapping[str, str]
+    scenario: Scenario, progress: Callable[[int], None], environ: Mapping[str, str], tell: Tell
 ) -> RunRecord | None:
     """This process's rank; the lead's process returns the record. All ranks are of one host."""
     if scenario.faults.kill is not None:
@@ -92,7 +96,7 @@ def _under_torchrun(
         body: dict[str, Any] = {"scenario": scenario.to_dict(), "scratch": scratch}
         body["checkpoint"] = None if errand.checkpoint is None else str(errand.checkpoint)
         desk.tell(others, "errand", **body)
-        rank_run(me, world, errand, progress).run()
+        rank_run(me, world, errand, progress, tell).run()
         desk.hear_all(others, "done")
         desk.tell(others, "bye")
         return collect(errand, ranks)

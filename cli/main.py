@@ -1,4 +1,4 @@
-"""The command line: ``weightsync demo | run | plan | scenarios | backends | fuzz``."""
+"""The command line: ``weightsync demo | run | status | plan | scenarios | backends | fuzz``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from weightsync.cli import result as results
 from weightsync.cli import scenario_files, show
 from weightsync.cli.dry_run import dry_run
 from weightsync.cli.fuzzing import fuzz_command
+from weightsync.cli.logs import LogFileError, log_json, logged
 from weightsync.cli.model.config import CheckpointError
 from weightsync.cli.parts import without_kill
 from weightsync.cli.record import RunRecord
 from weightsync.cli.run import BACKENDS, run
 from weightsync.cli.scenario import Scenario, ScenarioError
+from weightsync.cli.status import FolderInUse, status_of_run
+from weightsync.cli.status_view import status_command
 from weightsync.cli.tables import CheckRow, progress_bar
 from weightsync.reference.errors import BackendUnavailable, WeightSyncError
 from weightsync.sim.hardware import ProfileError
 
-USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError)
+USAGE = (ScenarioError, CheckpointError, BackendUnavailable, ProfileError, FolderInUse, LogFileError)
 """Errors of what was asked for, which end with code 2; a run that fails ends with code 1."""
 
 PRETRAINED = (
@@ -50,6 +53,7 @@ app = typer.Typer(
 )  # fmt: skip
 scenarios = typer.Typer(help="The built-in scenarios: list, show, or copy one to edit.", no_args_is_help=True)
 app.add_typer(scenarios, name="scenarios")
+app.command("status")(status_command)
 
 SetOption = Annotated[
     list[str] | None,
@@ -61,6 +65,12 @@ SeedOption = Annotated[
 OutOption = Annotated[
     Path | None,
     typer.Option(help="Folder for index.html, its pictures, and the result, conditions and trace."),
+]
+LogOption = Annotated[
+    str | None,
+    typer.Option(
+        "--log-json", metavar="FILE", help="Write events there, one JSON object a line; - is stderr."
+    ),
 ]
 ScenarioArgument = Annotated[str, typer.Argument(help="A built-in scenario's name, or a TOML file.")]
 
@@ -87,10 +97,11 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the results of both runs.")] = Path("weightsync-out"),
     sets: SetOption = None,
     seed: SeedOption = None,
+    log: LogOption = None,
 ) -> None:
     """Train a small model and push it to two rollouts after each step: over gloo for real, then on the model."""
     console = Console()
-    with sentences():
+    with sentences(), log_json(log):
         overrides = []
         if checkpoint is not None:
             overrides = [f"model.checkpoint={json.dumps(str(checkpoint))}", *(PRETRAINED if rl else ())]
@@ -115,10 +126,11 @@ def run_command(
     seed: SeedOption = None,
     sets: SetOption = None,
     out: OutOption = None,
+    log: LogOption = None,
 ) -> None:
     """Run a scenario on one backend and check every byte."""
     console = Console()
-    with sentences():
+    with sentences(), log_json(log):
         scenario = scenario_files.load(name, sets or [])
         runs = _run_all(console, scenario, (backend,), seed, out, nest=False)
         if runs is None:
@@ -241,15 +253,18 @@ def _run_all(
             task = bar.add_task(f"updates on {name}", total=scenario.workload.steps)
             spared = len(names) > 1 and name != "gloo" and scenario.faults.kill is not None
             asked = without_kill(scenario) if spared else scenario
-            record = run(asked, name, seed, partial(_advance, bar, task))
-            if record is None:
-                return None
-            record.conditions += ", without faults.kill" if spared else ""
-            done.append((results.make_result(asked, record), record))
-            if out is not None:
-                folder = name if nest else ""
-                said = results.write(out / folder, *done[-1])
-                shown.append(results.Run(*done[-1], said, folder))
+            folder = None if out is None else out / name if nest else out
+            with status_of_run(folder, asked, name, seed) as board, logged(asked, name, seed) as ended:
+                record = run(asked, name, seed, partial(_advance, bar, task), board.told)
+                if record is None:
+                    return None
+                record.conditions += ", without faults.kill" if spared else ""
+                done.append((results.make_result(asked, record), record))
+                if folder is not None:
+                    said = results.write(folder, *done[-1])
+                    shown.append(results.Run(*done[-1], said, name if nest else ""))
+                board.ended(**done[-1][0]["verdict"])
+                ended(**done[-1][0]["verdict"])
         if out is not None:
             between = [_same_digests(done[0][0], done[1][0])] if len(done) == 2 else []
             results.write_page(out, shown, between)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from weightsync.cli import logs
 from weightsync.cli.model.synthetic import SyntheticWorkload
 from weightsync.cli.record import RankRecord
 from weightsync.cli.rl.engine import TokenTurns
@@ -111,6 +112,7 @@ def local_bytes(row_map: RowMap) -> int:
 
 async def push(half: Trainer, record: RankRecord) -> None:
     """One update on one trainer rank, with its outcome and its time put into ``record``."""
+    logs.step(half, record)
     start = half.verbs.now_ns()
     try:
         record.outcomes.append(await half.update())

@@ -6,6 +6,7 @@ from typing import Any
 
 from weightsync.cli.lanes import pauses
 from weightsync.cli.record import RunRecord
+from weightsync.reference.metrics import exposed_ns, total_ns
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import Outcome
 
@@ -21,8 +22,8 @@ def update_times(record: RunRecord) -> list[dict[str, Any]]:
         calls = [one.inside[number] for one in record.trainers]
         found.append(
             {
-                "total_ns": max(end for _, end in calls) - min(start for start, _ in calls),
-                "exposed_ns": calls[0][1] - calls[0][0],
+                "total_ns": total_ns(calls),
+                "exposed_ns": exposed_ns(calls),
                 "paused_ns": dict(sorted(paused.get(outcome.update, {}).items())),
             }
         )

@@ -23,6 +23,7 @@ from weightsync.cli.desk import GONE, Desk
 from weightsync.cli.losses import RESTARTS
 from weightsync.cli.rank_run import PREFIX, Errand
 from weightsync.cli.record import Event
+from weightsync.cli.telling import Tell, hear, unheard
 from weightsync.reference.errors import DeadlineExceeded, WeightSyncError
 from weightsync.reference.members import RankId
 
@@ -98,13 +99,19 @@ class Processes:
     ) -> None:
         self.stop()
 
-    def watch(self, progress: Callable[[int], None]) -> None:
+    def watch(self, progress: Callable[[int], None], tell: Tell = unheard) -> None:
         """Return when every rank did its part, apart from rollouts that could not be brought back.
 
         Raises:
             RankDied: a process ended otherwise, of the trainer, or of a rollout under ``on_rollout_loss = "fail"``.
             DeadlineExceeded: they take longer than every deadline together; names those that still run.
         """
+
+        def over(done: int) -> None:
+            self.over = done
+            progress(done)
+            self._kill_as_planned()
+
         policy, steps = self.errand.scenario.policy, self.errand.scenario.workload.steps
         limit_s = STARTUP_S + steps * (STARTUP_S + 2 * policy.update_ms / 1000)
         began, left = time.monotonic(), set(self.ranks)
@@ -116,13 +123,12 @@ class Processes:
                 raise DeadlineExceeded(
                     f"the run, in which {', '.join(map(str, sorted(left)))} still works,"
                 ) from None
+            if isinstance(event, str):
+                hear(event, over, tell)
+                continue
             if process is not self.running[rank] or rank not in left:
                 continue  # one that was replaced, or left out
-            if isinstance(event, str):
-                self.over = int(event)
-                progress(self.over)
-                self._kill_as_planned()
-            elif event == 0:
+            if event == 0:
                 left.discard(rank)
                 self.alive_at_end.append(rank)
             elif rank.role == "trainer" or policy.on_rollout_loss == "fail":
@@ -210,8 +216,7 @@ class Processes:
         if process.stdout is not None:
             with process.stdout:
                 for line in process.stdout:
-                    if line.strip().isdigit():
-                        self._heard.put((rank, process, line.strip()))
+                    self._heard.put((rank, process, line))
         self._heard.put((rank, process, process.wait()))
 
     def _log(self, rank: RankId) -> Path:

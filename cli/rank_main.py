@@ -18,9 +18,11 @@ import torch
 from weightsync.backends.gloo import GlooWorld
 from weightsync.backends.store import connect_store
 from weightsync.backends.torchrun import SECRET
+from weightsync.cli import logs
 from weightsync.cli.parts import MS
 from weightsync.cli.rank_run import PREFIX, Errand, rank_run
 from weightsync.cli.scenario import check
+from weightsync.cli.telling import Wire
 from weightsync.cli.workload import deployment
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import RankId
@@ -33,6 +35,8 @@ def main(errand_file: str, name: str) -> int:
     """Run one rank to its end; 0 when it did its part, 1 with a sentence on stderr when it could not."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     torch.set_num_threads(1)
+    wire = Wire(sys.stdout)
+    logs.through(wire.say)
     told = json.loads(Path(errand_file).read_text(encoding="utf-8"))
     scenario = check(told["scenario"], "scenario")
     folder = told["checkpoint"]
@@ -47,7 +51,7 @@ def main(errand_file: str, name: str) -> int:
             lease_ns=scenario.policy.lease_ms * MS,
             grace_ns=GRACE_NS,
         )
-        rank_run(RankId.parse(name), world, errand, lambda done: print(done, flush=True)).run()
+        rank_run(RankId.parse(name), world, errand, wire.done, wire.status).run()
     except WeightSyncError as error:
         print(error, file=sys.stderr)
         return 1

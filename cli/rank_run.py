@@ -22,7 +22,7 @@ from torch import Tensor
 from weightsync.backends.asyncio_clock import AsyncioClock
 from weightsync.backends.gloo import GlooWorld
 from weightsync.backends.store import client_of
-from weightsync.cli import parts, verify
+from weightsync.cli import logs, parts, verify
 from weightsync.cli.desk import READY, Desk
 from weightsync.cli.record import RankRecord
 from weightsync.cli.returns import await_returns
@@ -33,6 +33,7 @@ from weightsync.cli.rl.requests import GENERATE, LeadSamples, PeerSamples
 from weightsync.cli.rl.rollout import SamplingRank
 from weightsync.cli.rl.trainer import RlTrainer
 from weightsync.cli.scenario import Scenario
+from weightsync.cli.telling import Tell, unheard
 from weightsync.cli.workload import WorkloadTrainer, deployment, make_trainer
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import RankId
@@ -46,6 +47,9 @@ from weightsync.reference.trace import Span, Trace
 
 PREFIX = "weightsync"
 """Of every key on a store that serves one run only."""
+
+ASK_NS = 5_000_000_000
+"""How long the lead waits, between two updates, for what the rollouts say of themselves."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,7 @@ class TrainerRun(RankRun):
 
     Args:
         progress: told by the lead after each update.
+        tell: told the status of all ranks by the lead after each update.
     """
 
     def __init__(
@@ -144,9 +149,11 @@ class TrainerRun(RankRun):
         world: GlooWorld,
         errand: Errand,
         progress: Callable[[int], None] = lambda done: None,
+        tell: Tell = unheard,
     ) -> None:
         super().__init__(me, world, errand)
         self.progress = progress
+        self.tell = tell
         self.peers = self.deployment.trainers[1:]
         self.epoch = 0
         self.samples: LeadSamples | PeerSamples | None = None
@@ -178,6 +185,7 @@ class TrainerRun(RankRun):
                 self.epoch = half.epoch
                 await asyncio.to_thread(self._audit, self.record.outcomes[-1])
                 if self.me == self.lead:
+                    self.tell((await half.status(half.deadline_ns(ASK_NS))).to_dict())
                     self.progress(done + 1)
         finally:
             await half.close()
@@ -272,6 +280,8 @@ class RolloutRun(RankRun):
             expected = self.deployment.weights(self.me, export)
             audit = verify.audit(version, half, self.target, expected)
             took_part = half.highest >= version
+            if took_part:  # else the process that did has ended, and the lead counts no audit
+                logs.audited(audit, half.verbs)
             self.desk.tell([self.lead], "audited", audit=asdict(audit), took_part=took_part)
 
     def _sampling(self, half: Rollout) -> SamplingRank | None:
@@ -282,6 +292,10 @@ class RolloutRun(RankRun):
         return SamplingRank(half, world.store, world.prefix, folder, self.target.weights, work, turns)
 
 
-def rank_run(me: RankId, world: GlooWorld, errand: Errand, progress: Callable[[int], None]) -> RankRun:
+def rank_run(
+    me: RankId, world: GlooWorld, errand: Errand, progress: Callable[[int], None], tell: Tell = unheard
+) -> RankRun:
     """The run of one rank, whichever side it is on."""
-    return TrainerRun(me, world, errand, progress) if me.role == "trainer" else RolloutRun(me, world, errand)
+    if me.role == "trainer":
+        return TrainerRun(me, world, errand, progress, tell)
+    return RolloutRun(me, world, errand)

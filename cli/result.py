@@ -29,7 +29,9 @@ from weightsync.cli.scenario import Scenario
 from weightsync.cli.tables import CheckRow, VersionRow, in_order, verdict_text
 from weightsync.cli.verify import group_digests
 from weightsync.cli.workload import deployment
+from weightsync.reference.metrics import exposed_ns, total_ns, update_metrics
 from weightsync.reference.protocol import Outcome
+from weightsync.reference.watched import hex_digest
 
 FORMAT = 1
 PACKAGES = (
@@ -90,11 +92,8 @@ def phases_ns(record: RunRecord) -> dict[str, int]:
     found = dict(record.trace.phase_ns())
     calls = [one.inside for one in record.trainers]
     if all(calls):
-        found["total"] = sum(
-            max(end for _, end in update) - min(start for start, _ in update)
-            for update in zip(*calls, strict=False)
-        )
-        found["exposed"] = sum(end - start for start, end in calls[0])
+        found["total"] = sum(total_ns(update) for update in zip(*calls, strict=False))
+        found["exposed"] = sum(exposed_ns([call]) for call in calls[0])
     stops = pauses(record.trace.spans)
     if stops:
         found["paused"] = sum(one.duration_ns for one in stops)
@@ -214,28 +213,8 @@ def _without_paths(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _update(outcome: Outcome, record: RunRecord, elements: int) -> dict[str, Any]:
-    partly = outcome.full and outcome.delta_bytes
-    changed = elements if outcome.changed is None else outcome.changed
-    kind = "mixed" if partly else "full" if outcome.full else "delta" if changed else "empty"
-    row = VersionRow(outcome.version or 0, kind, changed, elements, outcome.nbytes)
-    return {
-        "update": outcome.update,
-        "version": outcome.version,
-        "committed": outcome.committed,
-        "reason": outcome.reason,
-        "kind": kind,
-        "members": list(outcome.members),
-        "full": list(outcome.full),
-        "gone": list(outcome.gone),
-        "rejoined": list(outcome.rejoined),
-        "changed": changed,
-        "elements": elements,
-        "density": row.density,
-        "full_bytes": outcome.full_bytes,
-        "delta_bytes": outcome.delta_bytes,
-        "bits_per_change": row.bits_per_change,
-        "digests": {rank: _hex(digest) for rank, digest in _digests(outcome, record).items()},
-    }
+    named = {rank: hex_digest(digest) for rank, digest in _digests(outcome, record).items()}
+    return update_metrics(outcome, elements).row() | {"digests": named}
 
 
 def _digests(outcome: Outcome, record: RunRecord) -> dict[str, int]:
@@ -249,8 +228,8 @@ def _digests(outcome: Outcome, record: RunRecord) -> dict[str, int]:
 
 def _digest_rows(outcome: Outcome, record: RunRecord) -> list[CheckRow]:
     digests = _digests(outcome, record)
-    odd = [f"{rank} {_hex(digest)}" for rank, digest in digests.items() if digest != outcome.digest]
-    detail = f"{', '.join(odd)}, expected {_hex(outcome.digest or 0)}" if odd else ""
+    odd = [f"{rank} {hex_digest(digest)}" for rank, digest in digests.items() if digest != outcome.digest]
+    detail = f"{', '.join(odd)}, expected {hex_digest(outcome.digest)}" if odd else ""
     return (
         [CheckRow(f"digest of version {outcome.version} on every rank", not odd, detail)] if digests else []
     )
@@ -258,10 +237,6 @@ def _digest_rows(outcome: Outcome, record: RunRecord) -> list[CheckRow]:
 
 def _ordered(phases: Mapping[str, int]) -> dict[str, int]:
     return {phase: phases[phase] for phase in in_order(phases)}
-
-
-def _hex(digest: int) -> str:
-    return f"{digest & 0xFFFF_FFFF_FFFF_FFFF:016x}"
 
 
 def _version(name: str) -> str | None:

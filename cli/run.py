@@ -11,11 +11,13 @@ from typing import Any
 
 from weightsync.backends.inprocess import InprocessWorld
 from weightsync.backends.registry import Registry
-from weightsync.cli import parts, verify
+from weightsync.cli import logs, parts, verify
 from weightsync.cli.launch import run_gloo
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.rl.local import LocalJob
 from weightsync.cli.scenario import Scenario, ScenarioError
+from weightsync.cli.status import look
+from weightsync.cli.telling import Tell, unheard
 from weightsync.cli.workload import WholeTrainer, deployment, make_trainer, prepare
 from weightsync.reference.errors import BackendUnavailable, DeadlineExceeded
 from weightsync.reference.members import RankId
@@ -39,7 +41,11 @@ MakeVerbs = Callable[[RankId, Any, bool], Verbs]
 
 
 def run(
-    scenario: Scenario, backend: str, seed: int | None = None, progress: Progress = lambda done: None
+    scenario: Scenario,
+    backend: str,
+    seed: int | None = None,
+    progress: Progress = lambda done: None,
+    tell: Tell = unheard,
 ) -> RunRecord | None:
     """Run a scenario and audit every version it commits.
 
@@ -48,6 +54,7 @@ def run(
         backend: one of ``BACKENDS``.
         seed: replaces ``workload.seed``; None leaves it.
         progress: told after each update.
+        tell: told the status of all ranks after each update.
 
     Returns:
         The record; None in a process that ``torchrun`` started and that is not the first of its run.
@@ -70,11 +77,11 @@ def run(
         raise ScenarioError(f"faults.kill needs --backend gloo; on {backend} there is no process to kill")
     scenario = parts.seeded(scenario, seed)
     if backend == "gloo":
-        return run_gloo(scenario, progress)
+        return run_gloo(scenario, progress, tell=tell)
     with tempfile.TemporaryDirectory(prefix="weightsync-") as scratch:
         if backend == "sim":
-            return run_sim(scenario, Path(scratch), progress)
-        return asyncio.run(run_inprocess(scenario, Path(scratch), progress))
+            return run_sim(scenario, Path(scratch), progress, tell)
+        return asyncio.run(run_inprocess(scenario, Path(scratch), progress, tell))
 
 
 class Ranks:
@@ -129,6 +136,7 @@ class Ranks:
                 expected = self.deployment.weights(rank, export)
                 half = self.rollouts[rank]
                 self.audits.append(verify.audit(outcome.version, half, self.targets[rank], expected))
+                logs.audited(self.audits[-1], half.verbs)
 
     def _make_workload(self, folder: Path | None) -> WholeTrainer:
         work = self.scenario.workload
@@ -156,7 +164,9 @@ class Ranks:
         return RunRecord(backend, self.scenario.workload.seed, trace, self.records, self.audits, **more)
 
 
-async def run_inprocess(scenario: Scenario, scratch: Path, progress: Progress) -> RunRecord:
+async def run_inprocess(
+    scenario: Scenario, scratch: Path, progress: Progress, tell: Tell = unheard
+) -> RunRecord:
     """All ranks on this loop."""
     world, trace = InprocessWorld(), Trace()
 
@@ -172,12 +182,13 @@ async def run_inprocess(scenario: Scenario, scratch: Path, progress: Progress) -
             ranks.step()
             await asyncio.gather(*(parts.push(half, record) for half, record in pairs))
             ranks.audit()
+            tell(look(ranks.trainers[0], ranks.rollouts).to_dict())
             progress(done + 1)
         await asyncio.gather(*(half.close() for half in ranks.trainers))
     return ranks.record("inprocess", trace, conditions="one process")
 
 
-def run_sim(scenario: Scenario, scratch: Path, progress: Progress) -> RunRecord:
+def run_sim(scenario: Scenario, scratch: Path, progress: Progress, tell: Tell = unheard) -> RunRecord:
     """All ranks on simulated time. Steps and audits happen between two simulated instants."""
     profile, trace = load_profile(scenario.hardware), Trace()
     limit_ns = 2 * parts.settings(scenario).patience_ns
@@ -212,6 +223,7 @@ def run_sim(scenario: Scenario, scratch: Path, progress: Progress) -> RunRecord:
             ranks.step()
             settle({half.verbs.me: step_and_push(i) for i, half in enumerate(ranks.trainers)}, "update")
             ranks.audit()
+            tell(look(ranks.trainers[0], ranks.rollouts).to_dict())
             progress(done + 1)
         settle({half.verbs.me: half.close() for half in ranks.trainers}, "close", serving)
         races = [str(race) for race in cluster.ledger.races]

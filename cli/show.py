@@ -52,7 +52,7 @@ def tables(
     console.print(phase_table(sides[0], sides[1], modelled_on=modelled_on, measured_on=measured_on))
     for result in (measured, modelled):
         for event in result["events"] if result is not None else ():
-            console.print(sentence(event), highlight=False)
+            console.print(sentence(event), highlight=False, markup=False)
     failed = [
         CheckRow(f"{result['backend']}: {row['name']}", row["ok"], row["detail"])
         for result in (measured, modelled)

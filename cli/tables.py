@@ -10,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from weightsync.reference.metrics import bits_per_change, density
+
 PHASES = (
     "connect",
     "control",
@@ -61,12 +63,12 @@ class VersionRow:
     @property
     def density(self) -> float:
         """Share of all elements that changed, 0 to 1."""
-        return self.changed / self.elements if self.elements else 0.0
+        return density(self.changed, self.elements)
 
     @property
     def bits_per_change(self) -> float | None:
         """Bits sent per changed element, or None when nothing changed."""
-        return 8 * self.wire_bytes / self.changed if self.changed else None
+        return bits_per_change(self.wire_bytes, self.changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ def checks_table(rows: Sequence[CheckRow], title: str = "checks") -> Table:
     table.add_column("found", overflow="fold")
     for row in rows:
         verdict = Text("equal", style="green") if row.ok else Text("DIFFERENT", style="bold red")
-        table.add_row(row.name, verdict, row.detail)
+        table.add_row(Text(row.name), verdict, Text(row.detail))  # a detail may hold brackets
     return table
 
 

@@ -22,6 +22,7 @@ from weightsync.reference.errors import (
     WeightSyncError,
 )
 from weightsync.reference.members import Group, RankId, RolloutRef
+from weightsync.reference.metrics import UpdateMetrics, update_metrics
 from weightsync.reference.model import ModelShape
 from weightsync.reference.params import ParamMeta, TPAttributes
 from weightsync.reference.plan import TransferPlan
@@ -76,6 +77,8 @@ __all__ = [
     "UndoLog",
     "UnsupportedCapability",
     "UpdateAborted",
+    "UpdateMetrics",
     "Verbs",
     "WeightSyncError",
+    "update_metrics",
 ]

@@ -8,7 +8,7 @@ TCPStore and in simulated time.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ from weightsync.reference.verdict import Verdict, Vote, verdict_from, verdict_me
 
 Message = dict[str, Any]
 """A JSON-able message: only dicts with string keys, lists, strings, ints, booleans and None. Never pickled."""
+
+INQUIRE = "inquire"
+"""The request that is answered on arrival, whatever else the rank does; see ``Control.disclose``."""
 
 REMEMBERED_BALLOTS = 64
 """Verdicts a rank keeps, so that a late or repeated vote still gets its answer."""
@@ -77,6 +80,7 @@ class Control:
         self._lost: dict[str, bool] = {}
         self._losses: Counter[str] = Counter()
         self._back: Future | None = None
+        self._disclose: Callable[[], Mapping[str, Any]] | None = None
 
     # ---- events in -------------------------------------------------------------------------------------------
 
@@ -86,9 +90,11 @@ class Control:
         if kind == "request":
             remaining = message["remaining_ns"]
             deadline = None if remaining is None else self.clock.now_ns() + remaining
-            self._requests.append(
-                Request(message["from"], message["op"], message["body"], message["number"], deadline)
-            )
+            request = Request(message["from"], message["op"], message["body"], message["number"], deadline)
+            if request.op == INQUIRE:
+                self._answer_inquiry(request)
+                return
+            self._requests.append(request)
             self._wake(self._server)
         elif kind == "reply":
             _, future = self._calls.get(message["number"], ("", None))
@@ -100,6 +106,10 @@ class Control:
             ballot = self._ballot(message["key"])
             ballot.verdict = ballot.verdict or verdict_from(message)
             self._wake(ballot.wake)
+
+    def disclose(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """From now on answer inquiries with ``state()``, when they arrive: no server sees them, nothing waits."""
+        self._disclose = state
 
     def lost(self, peer: str) -> None:
         """The lease of ``peer`` ended: everything that waits for it fails now, naming it."""
@@ -249,6 +259,12 @@ class Control:
                 if name != self.me:
                     self.transport.put(name, verdict_message(key, ballot.verdict))
         return ballot.verdict
+
+    def _answer_inquiry(self, request: Request) -> None:
+        if self._disclose is None:
+            self.reply(request, error=f"{self.me} has nothing to say of itself; ask a rollout rank")
+        else:
+            self.reply(request, self._disclose())
 
     def _take_vote(self, message: Message) -> None:
         ballot = self._ballot(message["key"])

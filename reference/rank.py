@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.reference.clock import Clock, Task
-from weightsync.reference.control import Control, Request
+from weightsync.reference.control import INQUIRE, Control, Request
 from weightsync.reference.errors import DeadlineExceeded
 from weightsync.reference.members import Group, RankId
 from weightsync.reference.seams import Engine, Fabric, Hooks
@@ -179,6 +179,14 @@ class Verbs:
         """Return while no lease of ``ranks`` is over; DeadlineExceeded at ``deadline_ns``. Both sides."""
         names = [str(rank) for rank in ranks]
         await self.verb("until_found", lambda: self.control.until_found(names, deadline_ns))
+
+    def inquire(self, peer: RankId, deadline_ns: int) -> Awaitable[Mapping[str, Any]]:
+        """What ``peer`` discloses of itself. Either side; no span and no hook, so that asking changes no run."""
+        return self.control.call(str(peer), INQUIRE, {}, deadline_ns)
+
+    def disclose(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """Let peers have ``state()`` when they inquire, at any time. Both sides; not an await."""
+        self.control.disclose(state)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """Start a task of this rank; join or cancel it. Not an await, so no fault can hit it."""

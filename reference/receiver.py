@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from weightsync.reference.clock import Task
 from weightsync.reference.errors import PatchMismatch, StaleVersion, UpdateAborted
+from weightsync.reference.events import ROLLOUT, log_of
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId
 from weightsync.reference.protocol import DELTA, FULL, ProtocolSettings
@@ -55,6 +57,7 @@ class Receiver:
         generating: True while requests may read the weights; the leader's.
         resumed: True once the last resume is known to have worked.
         update: what is on its way in, or None.
+        error: the last thing that went wrong here and in which update, or None.
         leader: True on the rank that pauses and resumes generation.
     """
 
@@ -70,6 +73,7 @@ class Receiver:
         self.generating = False
         self.resumed = False
         self.update: Receiving | None = None
+        self.error: str | None = None
         self.groups: list[Group] = []
 
     async def begin(self, body: Mapping[str, Any], deadline_ns: int) -> Receiving:
@@ -166,6 +170,8 @@ class Receiver:
                 await self.fanout.stop(task)
         if update.ended:
             return
+        self.note(f"version {update.version} was given up: {reason}")
+        log_of(self.verbs, ROLLOUT, logging.INFO, "update_given_up", version=update.version, why=reason)
         await self.roll_followers_back(update)
         if not await self.roll_back(update):
             await self.spoil(f"version {update.version} could not be rolled back after: {reason}")
@@ -198,10 +204,9 @@ class Receiver:
         if not self.verifies():
             return
         if update.digest is None or not await self.verbs.compare_digests(digest, update.digest):
-            self.dirty = (
-                f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
-            )
-            raise PatchMismatch(f"{self.verbs.me}: {self.dirty}; a full update heals it")
+            why = f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
+            self.soil(why)
+            raise PatchMismatch(f"{self.verbs.me}: {why}; a full update heals it")
 
     def verifies(self) -> bool:
         """True when this update's digests are compared."""
@@ -215,7 +220,18 @@ class Receiver:
     async def spoil(self, reason: str) -> None:
         """From here on these weights may be none of a version's: pause, then say so; the first reason stays."""
         await self.fanout.quietly(self.pause, tries=1)
-        self.dirty = self.dirty or reason
+        if self.dirty is None:
+            self.soil(reason)
+
+    def soil(self, reason: str) -> None:
+        """From here on this rank is dirty, and this is why."""
+        self.dirty = reason
+        self.note(reason)
+        log_of(self.verbs, ROLLOUT, logging.WARNING, "rollout_dirty", version=self.version, why=reason)
+
+    def note(self, error: str) -> None:
+        """Remember what went wrong, for ``RankStatus``."""
+        self.error = f"update {self.verbs.update}: {error}"
 
     async def pause(self) -> None:
         """Stop generating on all ranks; the leader's."""

@@ -19,6 +19,7 @@ from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.receiver import Receiver, Receiving
+from weightsync.reference.status import RankStatus
 
 
 class Rollout(Receiver):
@@ -52,6 +53,7 @@ class Rollout(Receiver):
         self.master = trainer if self.leader else self.ranks[0]
         self.trainer = trainer
         self.watched = self.master
+        verbs.disclose(lambda: RankStatus.of(self).to_dict())
         self.handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any] | None]]] = {
             "hello": self.hello, "start": self.start, "prepare": self.prepare, "apply": self.apply,
             "commit": self.commit, "abort": self.abort, "rollback": self.rolled_back, "status": self.status,
@@ -101,6 +103,7 @@ class Rollout(Receiver):
         named = error.lost if isinstance(error, RemoteError) else None
         lost = error.peer if isinstance(error, PeerLost) else named or self.lost
         text = f"{type(error).__name__}: {error}"
+        self.note(text)
         await self.fanout.quietly(lambda: self.verbs.reply(request, error=text, lost=lost))
 
     # ---- stages ----------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ class Rollout(Receiver):
                     raise reply
             await self.fanout.retry(self.verbs.commit)
         except Exception as error:
-            self.dirty = f"version {update.version} was committed by some of its ranks only: {error}"
+            self.soil(f"version {update.version} was committed by some of its ranks only: {error}")
             raise
         self.version, self.dirty, self.update = update.version, None, None
         update.ended = True
@@ -229,11 +232,8 @@ class Rollout(Receiver):
         return {}
 
     async def status(self, request: Request) -> Mapping[str, Any]:
-        """What this rank holds, whether it generates, and if not, why."""
-        return {
-            "version": self.version, "dirty": self.dirty, "generating": self.generating, "lost": self.lost,
-            "receiving": self.update.version if self.update is not None else None,
-        }  # fmt: skip
+        """What this rank holds, whether it generates, and if not, why; and a rank of this rollout that is lost."""
+        return RankStatus.of(self).to_dict() | {"lost": self.lost}
 
     # ---- ways out --------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Rollout(Receiver):
     async def orphaned(self, lost: PeerLost) -> None:
         """A follower lost its leader: it is dirty until that one is back and a full update came."""
         self.watched = self.trainer
-        self.dirty = f"it lost its leader {lost.peer}"
+        self.soil(f"it lost its leader {lost.peer}")
         if self.update is not None:
             for task in (self.update.preparing, self.update.receiving):
                 await self.fanout.stop(task)

@@ -6,17 +6,19 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from weightsync.reference.digest import wrap
-from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted, WeightSyncError
+from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId, RolloutRef
 from weightsync.reference.membership import find_members
+from weightsync.reference.metrics import OnUpdate
 from weightsync.reference.plan import TransferPlan
-from weightsync.reference.protocol import DELTA, FULL, Outcome, ProtocolSettings
+from weightsync.reference.protocol import DELTA, Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.snapshot import BaselineSlots
-from weightsync.reference.transmit import Job, streams, transmit
+from weightsync.reference.status import TrainerStatus, ask
+from weightsync.reference.transmit import Job, make_job, streams, transmit
 from weightsync.reference.verdict import Verdict, Vote
+from weightsync.reference.watched import Watched
 
 
 class Trainer:
@@ -29,6 +31,14 @@ class Trainer:
         rollouts: the rollouts of the scenario.
         settings: equal on every rank.
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
+        on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
+            by ``update``; the update stays what it was, and ``last`` has its outcome.
+
+    Attributes:
+        version: the last version that every member acknowledged; 0 before the first.
+        last: the outcome of the last update that is over, or None.
+        gone: number of each rollout that was lost and has committed nothing since, and why.
+        rejoined: number of each rollout that was lost and committed the last update, and why it was lost.
     """
 
     def __init__(
@@ -39,6 +49,7 @@ class Trainer:
         rollouts: Sequence[RolloutRef],
         settings: ProtocolSettings,
         on_version: Callable[[int, int], None] | None = None,
+        on_update: OnUpdate | None = None,
     ) -> None:
         self.verbs = verbs
         self.plan = plan
@@ -46,19 +57,22 @@ class Trainer:
         self.rollouts = {rollout.number: rollout for rollout in rollouts}
         self.settings = settings
         self.on_version = on_version
+        self.on_update = on_update
         self.fanout = Fanout(verbs, settings.tries)
         self.slots = BaselineSlots()
         self.updates = 0
         self.highest = 0
+        self.version = 0
         self.epoch = 0
         self.members: tuple[int, ...] = ()
         self.behind: tuple[int, ...] = ()
         self.gone: dict[int, str] = {}
         self.losses: dict[RankId, int] = {}
         self.greeted: set[int] = set()
-        self.rejoined: tuple[int, ...] = ()
+        self.rejoined: dict[int, str] = {}
         self.groups: list[Group] = []
         self.job: Job | None = None
+        self.last: Outcome | None = None
 
     @property
     def lead(self) -> bool:
@@ -75,7 +89,17 @@ class Trainer:
         """
         self.updates += 1
         self.verbs.update = self.updates
-        self.job, self.rejoined = None, ()
+        self.job, self.rejoined = None, {}
+        watched = Watched(self)
+        try:
+            outcome = await self._update()
+        except Exception as error:
+            watched.end(self.outcome(False, str(error)), error)
+            raise
+        watched.end(outcome)
+        return outcome
+
+    async def _update(self) -> Outcome:
         try:
             await self.connect(self.deadline_ns(self.settings.connect_ns))
             deadline_ns = self.deadline_ns(self.settings.update_ns)
@@ -100,6 +124,14 @@ class Trainer:
                 for rank in rollout.ranks if orphaned else (rollout.leader,):
                     await self.fanout.quietly(partial(self.verbs.post, rank, "bye", {}))
         await self._close_groups()
+
+    async def status(self, deadline_ns: int) -> TrainerStatus:
+        """What every rollout rank says of itself by ``deadline_ns``, and what this rank, the lead, knows of them.
+
+        It may be asked at any time, between updates and during one: ranks answer beneath the protocol, nothing waits
+        for the answers, and no span is left. A rank that does not answer is in it, with why.
+        """
+        return await ask(self, deadline_ns)
 
     # ---- stages ----------------------------------------------------------------------------------------------
 
@@ -147,8 +179,9 @@ class Trainer:
             "commit", self._commit_rollouts(job, deadline_ns) if self.lead else None, deadline_ns
         )
         self.slots.acknowledge(job.slot)
+        self.version = job.version or self.version
         self.behind = ()
-        self.rejoined = tuple(number for number in self.members if number in self.gone)
+        self.rejoined = {number: self.gone[number] for number in self.members if number in self.gone}
         self.gone = {number: why for number, why in self.gone.items() if number not in self.members}
 
     async def abandon(self, reason: str) -> None:
@@ -206,31 +239,7 @@ class Trainer:
     # ---- the lead's part of each stage -----------------------------------------------------------------------
 
     async def _make_job(self, made: list[Job], deadline_ns: int) -> None:
-        group = self.group("trainer", self.ranks)
-        await self.open_group(group, deadline_ns)
-        slot = self.choose_slot()
-        base = self.slots.acknowledged if set(self.members) - set(self.behind) else None
-        failure: Exception | None = None
-        share, counts, changes = 0, (0,) * len(self.plan.pieces), None
-        try:
-            self.slots.invalidate(slot)
-            await self.verbs.snapshot(slot)
-            if base is not None:
-                changes = await self.verbs.diff(slot, base)
-                counts = changes.counts
-            share = await self.verbs.source_digest(slot, afresh=self.settings.verifies(self.updates))
-        except Exception as error:
-            failure = error
-        matrix = await self.verbs.exchange(group, [int(failure is not None), share, *counts], deadline_ns)
-        if failure is not None:
-            raise failure
-        failed = [str(rank) for rank, row in zip(self.ranks, matrix, strict=True) if row[0]]
-        if failed:
-            raise WeightSyncError(f"the source of {', '.join(failed)} failed; see its own reason")
-        rows = [row[2:] for row in matrix]
-        totals = tuple(sum(column) for column in zip(*rows, strict=True))
-        base_version = self.slots.version(base) if base is not None else 0
-        made.append(Job(slot, base_version, changes, rows, totals, wrap(sum(row[1] for row in matrix))))
+        made.append(await make_job(self, deadline_ns))
 
     async def _start_rollouts(self, job: Job, deadline_ns: int) -> Mapping[str, Any]:
         job.version = self.next_version()
@@ -274,18 +283,10 @@ class Trainer:
 
     def outcome(self, committed: bool, reason: str) -> Outcome:
         """The record of this update."""
-        job, gone = self.job, tuple(sorted(self.gone))
-        if job is None:
-            return Outcome(self.updates, None, committed, reason, self.members, gone=gone)
-        delta = any(stream.kind == DELTA for stream in job.streams)
-        return Outcome(
-            self.updates, job.version, committed, reason,
-            members=tuple(n for s in job.streams for n in s.rollouts) or self.members,
-            full=tuple(n for s in job.streams if s.kind == FULL for n in s.rollouts),
-            changed=sum(job.counts) if delta else None, counts=self.plan.tensor_counts(job.counts) if delta else None,
-            full_bytes=job.nbytes[FULL], delta_bytes=job.nbytes[DELTA], digest=job.digest,
-            gone=gone, rejoined=self.rejoined,
-        )  # fmt: skip
+        if self.job is not None:
+            return self.job.outcome(self, committed, reason)
+        gone = tuple(sorted(self.gone))
+        return Outcome(self.updates, None, committed, reason, self.members, gone=gone)
 
     def _leaders(self) -> list[RankId]:
         return [self.rollouts[number].leader for number in self.members]

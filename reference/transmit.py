@@ -1,4 +1,4 @@
-"""Sending one version: the job that its stages hand on, and the way from every rank's parts to the rollouts."""
+"""Making and sending one version: the job that its stages hand on, and every rank's parts on their way out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from weightsync.reference.buckets import NO_BASE, Heading, abort_bucket, end_bucket
+from weightsync.reference.digest import wrap
+from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import Group
-from weightsync.reference.protocol import DELTA, FULL
+from weightsync.reference.protocol import DELTA, FULL, Outcome
 
 if TYPE_CHECKING:
     from weightsync.reference.trainer import Trainer
@@ -36,6 +38,48 @@ class Job:
     version: int | None = None
     streams: list[Stream] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=lambda: {FULL: 0, DELTA: 0})
+
+    def outcome(self, trainer: Trainer, committed: bool, reason: str) -> Outcome:
+        """What the job came to, on this rank of the trainer."""
+        counts = self.counts if any(stream.kind == DELTA for stream in self.streams) else None
+        return Outcome(
+            trainer.updates, self.version, committed, reason,
+            members=tuple(n for s in self.streams for n in s.rollouts) or trainer.members,
+            full=tuple(n for s in self.streams if s.kind == FULL for n in s.rollouts),
+            changed=None if counts is None else sum(counts),
+            counts=None if counts is None else trainer.plan.tensor_counts(counts),
+            full_bytes=self.nbytes[FULL], delta_bytes=self.nbytes[DELTA], digest=self.digest,
+            gone=tuple(sorted(trainer.gone)), rejoined=tuple(trainer.rejoined),
+        )  # fmt: skip
+
+
+async def make_job(trainer: Trainer, deadline_ns: int) -> Job:
+    """Snapshot, diff and count; what all ranks counted, equal on all. WeightSyncError names a rank that failed."""
+    group = trainer.group("trainer", trainer.ranks)
+    await trainer.open_group(group, deadline_ns)
+    slot = trainer.choose_slot()
+    base = trainer.slots.acknowledged if set(trainer.members) - set(trainer.behind) else None
+    failure: Exception | None = None
+    share, counts, changes = 0, (0,) * len(trainer.plan.pieces), None
+    try:
+        trainer.slots.invalidate(slot)
+        await trainer.verbs.snapshot(slot)
+        if base is not None:
+            changes = await trainer.verbs.diff(slot, base)
+            counts = changes.counts
+        share = await trainer.verbs.source_digest(slot, afresh=trainer.settings.verifies(trainer.updates))
+    except Exception as error:
+        failure = error
+    matrix = await trainer.verbs.exchange(group, [int(failure is not None), share, *counts], deadline_ns)
+    if failure is not None:
+        raise failure
+    failed = [str(rank) for rank, row in zip(trainer.ranks, matrix, strict=True) if row[0]]
+    if failed:
+        raise WeightSyncError(f"the source of {', '.join(failed)} failed; see its own reason")
+    rows = [row[2:] for row in matrix]
+    totals = tuple(sum(column) for column in zip(*rows, strict=True))
+    base_version = trainer.slots.version(base) if base is not None else 0
+    return Job(slot, base_version, changes, rows, totals, wrap(sum(row[1] for row in matrix)))
 
 
 def streams(trainer: Trainer) -> list[Stream]:

@@ -19,7 +19,7 @@ For every verb:
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from weightsync.reference.clock import Task
@@ -75,6 +75,15 @@ class CommonVerbs(Protocol):
 
     async def until_found(self, ranks: Sequence[RankId], deadline_ns: int) -> None:
         """[wait] No lease of ``ranks`` is over any more. DeadlineExceeded at ``deadline_ns``."""
+
+    def inquire(self, peer: RankId, deadline_ns: int) -> Awaitable[Mapping[str, Any]]:
+        """What ``peer`` discloses of itself, whatever it does at that moment; errors as of ``call``.
+
+        It leaves no span, on neither side, and no fault is planted in it: asking changes no run.
+        """
+
+    def disclose(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        """From now on ``state()``, JSON-able, is what peers hear that inquire; it must not wait."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> Task:
         """A task of this rank, running. Whoever spawns joins or cancels it; its error reaches the joiner."""

@@ -52,6 +52,7 @@ PRICES: Mapping[str, Price] = {
     "agree": Price("none", messages=2),
     "spawn": Price("none"),
     "join": Price("none"),
+    "until_found": Price("none"),
     "cancel": Price("none"),
     "pause": Price("none", fixed="generation.pause_ns"),
     "resume": Price("none", fixed="generation.resume_ns"),

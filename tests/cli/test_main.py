@@ -38,7 +38,7 @@ def test_run_writes_its_files_and_says_the_verdict(cli: CliRunner, tmp_path: Pat
     assert "modelled" in said(done)
     assert "measured" not in said(done)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "conditions.json", "index.html", "pictures", "result.json", "trace.json",
+        "conditions.json", "index.html", "pictures", "result.json", "status.json", "status.lock", "trace.json",
     ]  # fmt: skip
     assert "page: " in said(done)
     conditions = json.loads((tmp_path / "out" / "conditions.json").read_text())

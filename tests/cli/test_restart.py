@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from weightsync.backends.store import host_store
 from weightsync.cli.launch import run_gloo
+from weightsync.cli.log_check import faults_of, gone_of, lines, outcomes_of, rows_of
 from weightsync.cli.losses import RESTARTS
 from weightsync.cli.main import app
 from weightsync.cli.processes import Processes
@@ -22,6 +23,7 @@ from weightsync.cli.result import check_rows, make_result
 from weightsync.cli.run import run
 from weightsync.cli.scenario import ScenarioError
 from weightsync.cli.scenario_files import load
+from weightsync.cli.status import status_of_run
 from weightsync.cli.workload import deployment
 from weightsync.reference.members import RankId
 
@@ -33,10 +35,16 @@ def killing(rank: int, step: int, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 1), (1, 2)])
-def test_a_killed_rank_is_back_with_its_rollout_and_the_run_ends_well(rank: int, step: int) -> None:
+def test_a_killed_rank_is_back_with_its_rollout_and_the_run_ends_well(
+    tmp_path: Path, rank: int, step: int
+) -> None:
     scenario = load("tiny-sync", killing(rank, step, 4))
-    record = run_gloo(scenario, lambda done: None)
+    told: list[Mapping[str, Any]] = []
+    with lines() as found:
+        record = run_gloo(scenario, lambda done: None, tell=told.append)
     assert record is not None
+    assert_logged(record, found)
+    assert_shown(record, told, tmp_path)
     rows = check_rows(record)
     assert [row for row in rows if not row.ok] == []
     events = {event["event"]: event for event in record.events}
@@ -60,6 +68,29 @@ def test_a_killed_rank_is_back_with_its_rollout_and_the_run_ends_well(rank: int,
     assert times == sorted(times)
     assert times[0] >= 0
     assert times[-1] < 600 * 10**9
+
+
+def assert_logged(record: RunRecord, found: list[dict[str, Any]]) -> None:
+    """The log tells the loss, the return and every update again."""
+    assert [fault for line in found for fault in faults_of(line)] == []
+    assert outcomes_of(found) == rows_of(make_result(load("tiny-sync"), record))
+    assert gone_of(found) == {}
+    lost, back = [line for line in found if line["event"] in ("rollout_lost", "rollout_back")]
+    assert (lost["rollout"], back["rollout"], back["full"]) == (1, 1, True)
+    assert [line["update"] for line in found if line["event"] == "step"] == [1, 2, 3, 4]
+
+
+def assert_shown(record: RunRecord, told: list[Mapping[str, Any]], folder: Path) -> None:
+    """``weightsync status`` shows a rollout that is gone after an update, and that it is back after the last."""
+    shown = []
+    with status_of_run(folder, load("tiny-sync"), "gloo", None) as board:
+        for status in told:
+            board.told(status)
+            done = CliRunner().invoke(app, ["status", str(folder)], env={"COLUMNS": "300"})
+            shown.append((done.exit_code, "gone: rollout1." in done.output))
+    assert [gone for _, gone in shown] == [bool(outcome.gone) for outcome in record.outcomes]
+    assert all(code == 1 for code, gone in shown if gone)
+    assert (shown[0], shown[-1]) == ((0, False), (0, False))
 
 
 @pytest.mark.parametrize("backend", ["inprocess", "sim"])
@@ -96,7 +127,7 @@ import sys
 from weightsync.backends.store import connect_store
 from weightsync.cli.desk import Desk
 from weightsync.cli.rank_run import PREFIX
-print(1, flush=True)
+print('{"done": 1}', flush=True)
 desk = Desk(connect_store("127.0.0.1", int(sys.argv[1])), PREFIX, "trainer.0")
 while desk.hear()["again"]:
     pass

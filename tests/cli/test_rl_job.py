@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from weightsync.cli import result as results
+from weightsync.cli.log_check import faults_of, lines
+from weightsync.cli.logs import KEYS
 from weightsync.cli.record import RunRecord
 from weightsync.cli.run import run
 from weightsync.cli.scenario_files import load
@@ -54,11 +56,18 @@ def test_every_version_is_committed_and_audited_and_changes_the_weights(
 
 
 @pytest.mark.parametrize("backend", ["sim", "gloo"])
-def test_each_backend_gives_each_version_the_same_bits(
+def test_each_backend_gives_each_version_the_same_bits_and_logs_every_step(
     reference: tuple[results.Result, RunRecord], backend: str
 ) -> None:
-    result, record = made(backend)
+    with lines() as found:
+        result, record = made(backend)
     assert result["verdict"]["ok"], result["verdict"]["text"]
+    steps = [line for line in found if line["event"] == "step"]
+    assert [fault for line in steps for fault in faults_of(line)] == []
+    assert [line["update"] for line in steps] == [1, 2, 3, 4]
+    said = [{key: value for key, value in line.items() if key not in KEYS} for line in steps]
+    assert said == record.trainers[0].curve
+    assert {"step", "reward", "loss", "lr"} <= said[-1].keys()
     assert digests(result) == digests(reference[0])
     assert curve(record) == curve(reference[1])
     assert len(curve(record)) == 3

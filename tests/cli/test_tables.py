@@ -130,6 +130,11 @@ def test_the_verdict_names_the_first_failure() -> None:
     assert "DIFFERENT" in text
 
 
+def test_what_was_found_is_shown_as_it_is_brackets_too() -> None:
+    row = tables.CheckRow("version 1 commits", ok=False, detail="[/gloo/pair.cc:537] [red]reset")
+    assert "[/gloo/pair.cc:537] [red]reset" in rendered(tables.checks_table([row]))
+
+
 def test_units() -> None:
     assert [tables.format_bytes(n) for n in (0, 999, 1_000, 12_345, 999_999, 4_560_000, 10**15)] == [
         "0 B",

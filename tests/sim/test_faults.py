@@ -18,6 +18,7 @@ from weightsync.sim.faults import (
     FaultPlan,
     Followup,
     InjectedFault,
+    Restart,
     describe,
     drawn,
     exhaustive,
@@ -132,18 +133,23 @@ def test_exhaustive_is_every_await_times_every_kind_once() -> None:
 def test_a_drawn_plan_is_a_function_of_its_seed_and_kills_at_most_one_rank(seed: int) -> None:
     plan = drawn(AWAITS, seed)
     assert plan == drawn(dict(reversed(AWAITS.items())), seed)
-    assert 1 <= len(plan) <= 2
+    faults = [fault for fault in plan if not isinstance(fault, Restart)]
+    assert 1 <= len(faults) <= 2
     assert len(set(plan)) == len(plan)
+    assert plan[: len(faults)] == tuple(faults), "a restart before the fault that it follows"
     assert sum(fault.kind == "kill" for fault in plan) <= 1
-    for fault in plan:
+    for fault in faults:
         assert fault.rank in AWAITS
         assert (fault.count if isinstance(fault, Followup) else fault.index) >= 1
+    killed = {fault.rank for fault in faults if fault.kind == "kill" and fault.rank.startswith("rollout")}
+    assert {fault.rank for fault in plan if isinstance(fault, Restart)} <= killed
     assert isinstance(plan[0], Fault), "a followup with nothing to follow"
 
 
 def test_a_thousand_seeds_reach_every_rank_and_every_pair_of_kinds_but_two_kills() -> None:
     plans: list[tuple[AnyFault, ...]] = [drawn(AWAITS, seed) for seed in range(1000)]
-    pairs = [plan for plan in plans if len(plan) == 2]
+    faults = [tuple(one for one in plan if not isinstance(one, Restart)) for plan in plans]
+    pairs = [two for two in faults if len(two) == 2]
     assert len(pairs) > 850
     kinds = Counter((first.kind, second.kind) for first, second in pairs)
     assert len(kinds) == len(KINDS) ** 2 - 1
