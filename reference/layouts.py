@@ -7,7 +7,6 @@ Trainer and rollout differ only in their layouts and cuts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,14 +16,16 @@ from torch import Tensor
 from weightsync.reference.errors import MissingTPAttributes, PlanMismatch
 from weightsync.reference.heads import HeadCut
 from weightsync.reference.params import ParamMeta, TPAttributes, read, require
+from weightsync.reference.rowcut import Held, cut_rows
 from weightsync.reference.rowmap import RowMap, export, local_tensor, rows_and_width
-from weightsync.reference.shards import Interval, segments
+from weightsync.reference.shards import Interval, Part, segments
 
 __all__ = [
     "Layout",
     "RowMap",
     "concat",
     "cut",
+    "cut_part",
     "export",
     "gate_up",
     "local_tensor",
@@ -41,7 +42,7 @@ class Layout:
     """How one whole runtime parameter is made of checkpoint tensors, before any cut.
 
     Attributes:
-        metas: the checkpoint tensors it feeds; of one dtype and of one shape after dimension 0.
+        metas: the checkpoint tensors it feeds; of one dtype, with rows of one width.
         shape: the shape of the whole parameter, seen as F rows of its last dimension.
         tensor: (F,) int32, index into ``metas`` of each row; -1 for a row that never travels.
         row: (F,) int64, the row inside that tensor.
@@ -59,27 +60,46 @@ class Layout:
     def __post_init__(self) -> None:
         first = self.metas[0]
         for meta in self.metas[1:]:
-            if (meta.dtype, meta.shape[1:]) != (first.dtype, first.shape[1:]):
-                raise PlanMismatch(
-                    f"{meta.name!r} {meta.dtype} {list(meta.shape)} cannot be fused with {first.name!r} "
-                    f"{first.dtype} {list(first.shape)}, expected one dtype and equal shapes after dimension "
-                    "0; correct the layout table"
-                )
+            if (meta.dtype, rows_and_width(meta.shape)[1]) != (first.dtype, rows_and_width(first.shape)[1]):
+                raise _unfusable(meta, first, "one dtype and rows of one width")
 
 
 def plain(meta: ParamMeta, *, replicated: bool = False) -> Layout:
     """The checkpoint tensor itself; ``replicated`` for norms, row-parallel biases, vision towers."""
-    return replace(concat(meta), shape=meta.shape, replicated=replicated)
+    row = torch.arange(rows_and_width(meta.shape)[0])
+    return Layout((meta,), meta.shape, torch.zeros_like(row, dtype=torch.int32), row, replicated)
 
 
-def concat(*metas: ParamMeta) -> Layout:
-    """Checkpoint tensors one after the other along dimension 0, such as a rollout's [q; k; v]."""
+def concat(*metas: ParamMeta, dim: int = 0) -> Layout:
+    """Checkpoint tensors one after the other along a dimension, such as a rollout's [q; k; v].
+
+    Any dimension but the last of several, which is no whole rows: grouped experts of shape (experts, ffn,
+    hidden) fuse their gate and up along dimension 1.
+
+    Raises:
+        PlanMismatch: dtypes differ, or shapes in another dimension, or it is no such dimension.
+    """
+    first = metas[0]
+    last = max(len(first.shape) - 1, min(len(first.shape), 1))
+    if not 0 <= dim < last:
+        raise PlanMismatch(
+            f"{first.name!r} {list(first.shape)} is to be fused along dimension {dim}, expected 0 to "
+            f"{last - 1}; correct the layout table"
+        )
+    for meta in metas[1:]:
+        others = (meta.dtype, len(meta.shape), meta.shape[:dim], meta.shape[dim + 1 :])
+        if others != (first.dtype, len(first.shape), first.shape[:dim], first.shape[dim + 1 :]):
+            raise _unfusable(meta, first, f"one dtype and equal shapes but for dimension {dim}")
     counts = [rows_and_width(meta.shape)[0] for meta in metas]
+    sides = [meta.shape[:last] for meta in metas]
+    tensor = [torch.full(side, number, dtype=torch.int32) for number, side in enumerate(sides)]
+    row = [torch.arange(count).reshape(side) for count, side in zip(counts, sides, strict=True)]
+    length = sum(meta.shape[dim] for meta in metas)
     return Layout(
         metas=metas,
-        shape=(sum(meta.shape[0] for meta in metas if meta.shape), *metas[0].shape[1:]),
-        tensor=torch.arange(len(metas), dtype=torch.int32).repeat_interleave(torch.tensor(counts)),
-        row=torch.cat([torch.arange(count) for count in counts]),
+        shape=(*first.shape[:dim], length, *first.shape[dim + 1 :]),
+        tensor=torch.cat(tensor, dim).reshape(-1),
+        row=torch.cat(row, dim).reshape(-1),
     )
 
 
@@ -239,47 +259,33 @@ def cut(
     Raises:
         PlanMismatch: ``numbers`` lacks a checkpoint tensor.
     """
-    for meta in layout.metas:
-        if meta.name not in numbers:
-            raise PlanMismatch(
-                f"parameter {name!r} feeds checkpoint tensor {meta.name!r}, which the plan does not name; "
-                "add it to the plan or take the parameter out of the layout table"
-            )
-    shape = layout.shape
-    tensor, row = layout.tensor, layout.row
-    rows, width = rows_and_width(shape)
-    local_shape, local_width, full_width, column = shape, width, width, 0
-    speaks = torch.full((rows,), owned)
+    everything: list[Held] = [[((0, length), True)] for length in layout.shape]
     if dim is not None:
-        local_shape = (*shape[:dim], sum(end - start for (start, end), _ in held), *shape[dim + 1 :])
-    if dim is not None and (dim < len(shape) - 1 or dim == 0):
-        index = torch.cat([torch.arange(start, end) for (start, end), _ in held])
-        kept = torch.arange(rows).reshape(shape[:-1] if len(shape) > 1 else shape).index_select(dim, index)
-        flags = torch.cat([torch.full((end - start,), flag and owned) for (start, end), flag in held])
-        speaks = flags.reshape(-1, *(1,) * (kept.dim() - dim - 1)).expand(kept.shape).reshape(-1)
-        tensor, row = tensor[kept.reshape(-1)], row[kept.reshape(-1)]
-    elif dim is not None:
-        speaks = torch.full((rows,), owned and all(flag for _, flag in held))
-        intervals = [interval for interval, _ in held]
-        local_width = local_shape[-1]
-        if len(intervals) == 1:
-            column = intervals[0][0]
-        else:
-            # Columns with gaps: see each row as several short rows, so that a row stays one interval.
-            unit = math.gcd(width, *(bound for interval in intervals for bound in interval)) or 1
-            pieces = torch.cat([torch.arange(start // unit, end // unit) for start, end in intervals])
-            row = (row[:, None] * (width // unit) + pieces).reshape(-1)
-            tensor, speaks = (one.repeat_interleave(len(pieces)) for one in (tensor, speaks))
-            local_width = full_width = unit
-    return RowMap(
-        name=name,
-        dtype=layout.metas[0].dtype,
-        local_shape=local_shape,
-        outputs=tuple(numbers[meta.name] for meta in layout.metas),
-        tensor=tensor,
-        row=row,
-        width=local_width,
-        full_widths=(full_width,) * len(layout.metas),
-        column=column,
-        owned=speaks & (tensor >= 0),
+        everything[dim] = held
+    return cut_rows(layout, name, numbers, everything, owned)
+
+
+def cut_part(
+    layout: Layout, name: str, numbers: Mapping[str, int], part: Part, *, owned: bool = True
+) -> RowMap:
+    """The map of a rank that holds ``part``: uneven or nested cuts, of any dimensions, as ``Part.cut`` makes.
+
+    ``owned`` says whether the rank speaks for what it holds; of several that hold the same, one does.
+
+    Raises:
+        PlanMismatch: ``part`` is one of another full shape, or ``numbers`` lacks a checkpoint tensor.
+    """
+    if part.shape != layout.shape:
+        raise PlanMismatch(
+            f"parameter {name!r} of full shape {list(layout.shape)} is cut as one of {list(part.shape)}, "
+            "expected equal shapes; cut Part.whole of the layout's shape"
+        )
+    held = [[(interval, True) for interval in intervals] for intervals in part.held]
+    return cut_rows(layout, name, numbers, held, owned)
+
+
+def _unfusable(meta: ParamMeta, first: ParamMeta, expected: str) -> PlanMismatch:
+    return PlanMismatch(
+        f"{meta.name!r} {meta.dtype} {list(meta.shape)} cannot be fused with {first.name!r} {first.dtype} "
+        f"{list(first.shape)}, expected {expected}; correct the layout table"
     )

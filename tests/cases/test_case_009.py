@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from weightsync.reference.delta import SparsePatch, apply
 from weightsync.reference.params import ParamMeta, fresh_copy, int_view, same_bits
+from weightsync.reference.reshard import execute, reshard, schedule
+from weightsync.reference.shards import parts, take
 from weightsync.testing.strategies import tensors
 
 
@@ -46,3 +49,17 @@ def test_a_patch_of_strided_views_writes_the_elements_it_names() -> None:
     for target in (torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16)[::2]):
         apply(SparsePatch(ParamMeta.of("w", target), positions, values), target)
         assert target.tolist() == [10, 0, 12, 0]
+
+
+@given(tensor=tensors(strided=True), world=st.integers(1, 4), data=st.data())
+def test_strided_shards_are_resharded_by_their_elements(
+    tensor: Tensor, world: int, data: st.DataObject
+) -> None:
+    """Fault case 009: on both sides of a copy, whatever lies between the elements."""
+    dim = data.draw(st.integers(0, tensor.dim() - 1)) if tensor.dim() else None
+    source, destination = parts(tensor.shape, 1, None), parts(tensor.shape, world, dim)
+    made = reshard([tensor], source, destination)
+    assert all(same_bits(shard, take(tensor, part)) for shard, part in zip(made, destination, strict=True))
+    back = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)[..., 0]
+    execute(schedule(destination, source), made, [back])
+    assert same_bits(back, tensor)
