@@ -107,7 +107,7 @@ def test_a_failed_update_is_told_with_its_reason(backend: str) -> None:
     for metrics in told.values():
         assert [m.committed for m in metrics] == [True, False, True, True]
         assert "out of memory" in metrics[1].reason
-        assert (metrics[1].kind, metrics[1].version, metrics[1].members) == ("empty", None, ())
+        assert (metrics[1].kind, metrics[1].version, metrics[1].members) == ("empty", None, (0, 1))
 
 
 def test_metrics_that_count_another_rank_or_an_update_twice_are_seen() -> None:
