@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from weightsync.reference.buckets import (
     END_BYTES,
@@ -56,12 +58,12 @@ class TransferPlan:
 
     Attributes:
         tensors: the checkpoint tensors in wire order; a tensor's number is its index here.
-        maps: [trainer rank][row], the rank's map of each runtime parameter, in one order on all ranks.
+        maps: [trainer rank][parameter], the rank's map of each runtime parameter; ranks may hold different ones.
         bucket_bytes: largest bucket on the wire, header included; only a single element may exceed it.
         piece_elements: from this many elements on, a tensor is cut into pieces.
 
     Raises:
-        PlanMismatch: ranks list other parameters, or a checkpoint element is not told exactly once.
+        PlanMismatch: a checkpoint element is not told exactly once, or its dtype is another one on a rank.
     """
 
     tensors: tuple[ParamMeta, ...]
@@ -72,13 +74,6 @@ class TransferPlan:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise PlanMismatch(f"bucket_bytes is {self.bucket_bytes}, expected at least 1; raise it")
-        for rank, rows in enumerate(self.maps):
-            names = [(row.name, row.outputs) for row in rows]
-            if names != [(row.name, row.outputs) for row in self.maps[0]]:
-                raise PlanMismatch(
-                    f"trainer rank {rank} lists other parameters or outputs than rank 0, expected one order "
-                    "on all ranks; build the maps from one layout table"
-                )
         self._check_told()
 
     @cached_property
@@ -97,11 +92,6 @@ class TransferPlan:
         """
         lines = (f"{m.name}\0{dtype_name(m.dtype)}\0{','.join(map(str, m.shape))}\n" for m in self.tensors)
         return wrap(xxhash.xxh3_64_intdigest("".join(lines).encode()))
-
-    @property
-    def row_outputs(self) -> tuple[tuple[int, ...], ...]:
-        """Per row, the numbers of the checkpoint tensors that it feeds."""
-        return tuple(row.outputs for row in self.maps[0]) if self.maps else ()
 
     def tensor_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Changed elements per checkpoint tensor, from those per piece."""
@@ -150,47 +140,64 @@ class TransferPlan:
 
     def owned(self, rank: int, piece: int) -> int:
         """Elements of a piece that trainer ``rank`` speaks for."""
-        return self._owned[rank][piece]
+        return int(self._owned[rank, piece])
 
     def owned_rows(self, rank: int, piece: int) -> tuple[OwnedRows, ...]:
         """Where trainer ``rank`` holds its elements of a piece: one entry per runtime parameter that feeds
         it.
         """
-        return self._rows[rank][piece]
+        return self._rows[rank].get(piece, ())
 
     @cached_property
-    def _rows(self) -> tuple[tuple[tuple[OwnedRows, ...], ...], ...]:
-        """[rank][piece]."""
-        return tuple(
-            tuple(
-                tuple(
-                    found
-                    for row, output in self._feeds[piece.tensor]
-                    if (found := owned_rows(rows[row], output, piece)) is not None
-                )
-                for piece in self.pieces
-            )
-            for rows in self.maps
-        )
+    def _rows(self) -> tuple[dict[int, tuple[OwnedRows, ...]], ...]:
+        """Per rank, the pieces that it tells something of."""
+        found = []
+        for feeds in self._feeds:
+            rows: dict[int, tuple[OwnedRows, ...]] = {}
+            for number, piece in enumerate(self.pieces):
+                told = [owned_rows(one, output, piece) for one, output in feeds.get(piece.tensor, ())]
+                if parts := tuple(one for one in told if one is not None):
+                    rows[number] = parts
+            found.append(rows)
+        return tuple(found)
 
     @cached_property
-    def _owned(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sum(one.numel for one in found) for found in pieces) for pieces in self._rows)
+    def _owned(self) -> NDArray[np.int64]:
+        """Elements, [rank, piece]."""
+        counts = np.zeros((len(self.maps), len(self.pieces)), dtype=np.int64)
+        for rank, rows in enumerate(self._rows):
+            for number, parts in rows.items():
+                counts[rank, number] = sum(one.numel for one in parts)
+        return counts
 
     @cached_property
-    def _feeds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per tensor, (row, output of that row's map) of each runtime parameter that feeds it."""
-        feeds: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
-        for row, outputs in enumerate(self.row_outputs):
-            for output, number in enumerate(outputs):
-                feeds[number].append((row, output))
-        return tuple(map(tuple, feeds))
+    def _feeds(self) -> tuple[dict[int, list[tuple[RowMap, int]]], ...]:
+        """Per rank and tensor that it tells something of: the maps that do, each with the tensor's output there."""
+        found = []
+        for maps in self.maps:
+            feeds: dict[int, list[tuple[RowMap, int]]] = {}
+            for one in maps:
+                for output in one.tables.owned_outputs:
+                    feeds.setdefault(one.outputs[output], []).append((one, output))
+            found.append(feeds)
+        return tuple(found)
 
     def _check_told(self) -> None:
+        """Tensors that are told by the same tables are checked once."""
+        known: set[tuple[object, ...]] = set()
         for number, meta in enumerate(self.tensors):
-            counts = [
-                told(rows[row], output, meta) for rows in self.maps for row, output in self._feeds[number]
-            ]
+            feeds = [feed for by_tensor in self._feeds for feed in by_tensor.get(number, ())]
+            for one, _ in feeds:
+                if one.dtype != meta.dtype:
+                    raise PlanMismatch(
+                        f"parameter {one.name!r} tells {one.dtype} of checkpoint tensor {meta.name!r}, expected "
+                        f"{meta.dtype}; correct the layout table"
+                    )
+            told_by = (meta.shape, *((id(one.tables), one.width, output) for one, output in feeds))
+            if told_by in known:
+                continue
+            known.add(told_by)
+            counts = [told(one, output, meta) for one, output in feeds]
             total = torch.stack(counts).sum(0) if counts else torch.zeros(1, dtype=torch.int64)
             width = meta.numel // total.numel() if total.numel() else 0
             wrong = (total != width).nonzero()

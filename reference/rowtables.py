@@ -45,6 +45,11 @@ class RowTables:
         return self.held_rows if bool((self.told == self.tensor).all()) else self._by_output(self.told)
 
     @cached_property
+    def owned_outputs(self) -> tuple[int, ...]:
+        """The outputs that the rank speaks for some rows of."""
+        return tuple(output for output, (local, _) in enumerate(self.owned_rows) if local.numel())
+
+    @cached_property
     def inverse(self) -> tuple[Tensor, ...]:
         """Per output: checkpoint row -> local row, -1 where this rank does not hold it."""
         tables = []

@@ -167,11 +167,11 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], rank: int, tp
             if fused is not None
             else (weights[f"{mlp}.gate_proj.weight"], weights[f"{mlp}.up_proj.weight"])
         )
-        before_attention, before_mlp = shape.norms(number)
+        norm = f"{prefix(number)}.{{}}_layernorm.weight"
         layers.append(
             Layer(
-                (weights[before_attention.name], weights[before_mlp.name]),
-                Attention(q, k, v, biases, norms, weights[shape.attention_out(number).name]),
+                (weights[norm.format("input")], weights[norm.format("post_attention")]),
+                Attention(q, k, v, biases, norms, weights[f"{attention}.o_proj.weight"]),
                 gate,
                 up,
                 weights[f"{mlp}.down_proj.weight"],
@@ -180,5 +180,5 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], rank: int, tp
     embedding = weights[shape.embedding.name]
     head = embedding if shape.tied else weights[shape.head.name]
     return LocalModel(
-        shape, heads, embedding, head, rank * len(embedding), tuple(layers), weights[shape.final_norm.name]
+        shape, heads, embedding, head, rank * len(embedding), tuple(layers), weights["model.norm.weight"]
     )

@@ -103,9 +103,9 @@ class FaultRun:
             {name: torch.nn.Parameter(p.detach().clone(), requires_grad=False) for name, p in shards.items()}
             for shards in tiny_shards(seed, 0)
         ]
-        for params in self.params:
+        for rank, params in enumerate(self.params):
             for name, parameter in params.items():
-                self.deployment.attributes[name].stamp(parameter)
+                self.deployment.attributes[rank][name].stamp(parameter)
         self.change = verbs
         self.trainers = [self._trainer(trainer, rank) for rank in self.deployment.trainers]
         for ref in self.deployment.rollouts:

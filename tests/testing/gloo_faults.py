@@ -74,9 +74,9 @@ class GlooFaultRun:
             {name: torch.nn.Parameter(p.detach().clone(), requires_grad=False) for name, p in shards.items()}
             for shards in tiny_shards(seed, 0)
         ]
-        for params in self.params:
+        for rank, params in enumerate(self.params):
             for name, parameter in params.items():
-                self.deployment.attributes[name].stamp(parameter)
+                self.deployment.attributes[rank][name].stamp(parameter)
         self.clocks: dict[str, AsyncioClock] = {}
         self.ended_ns: dict[str, int] = {}
         self.hooks = {

@@ -54,9 +54,9 @@ class WholeTensors(Deployment):
         return self.metas
 
     @cached_property
-    def attributes(self) -> dict[str, TPAttributes]:
+    def attributes(self) -> tuple[dict[str, TPAttributes], ...]:
         """Nothing is cut."""
-        return {meta.name: TPAttributes({}) for meta in self.metas}
+        return ({meta.name: TPAttributes({}) for meta in self.metas},)
 
     @cached_property
     def trainer_maps(self) -> tuple[dict[str, RowMap], ...]:
@@ -167,7 +167,7 @@ class InprocessRun:
         self.planted: list[Planted] = []
         self.violations: list[str] = []
         zeros = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in deployment.tensors}
-        self.params = [deployment.shards(rank, zeros) for rank in range(deployment.tp)]
+        self.params = [deployment.shards(rank, zeros) for rank in range(len(deployment.trainers))]
         self.trainers: dict[RankId, Trainer] = {}
         self.rollouts: dict[RankId, Rollout] = {}
         self.targets: dict[RankId, Target] = {}

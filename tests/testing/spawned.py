@@ -71,7 +71,7 @@ def problems(folder: Path) -> list[str]:
     run = deployment()
     history, found = History(run), []
     for version, state in enumerate(checkpoints(run, DENSITIES, seed=0), start=1):
-        history.record(version, [run.shards(rank, state) for rank in range(run.tp)])
+        history.record(version, [run.shards(rank, state) for rank in range(len(run.trainers))])
     for rank in run.ranks:
         written = folder / f"{rank}.json"
         if not written.exists():
