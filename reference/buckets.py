@@ -67,8 +67,7 @@ class Bucket:
         return Bucket(self.header, self.payload.clone())
 
 
-@dataclass(frozen=True, slots=True)
-class RangeSpec:
+class RangeSpec(NamedTuple):
     """One tensor's place in one bucket.
 
     Attributes:

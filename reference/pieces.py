@@ -88,8 +88,9 @@ def owned_rows(row_map: RowMap, output: int, piece: Piece) -> OwnedRows | None:
     if row_map.width == 0 or full_width == 0:
         return None
     local, rows = row_map.local_rows(output, owned_only=True)
-    if piece.base == 0 and (not rows.numel() or piece.count >= (int(rows[-1]) + 1) * full_width):
-        return _owned(row_map, full_width, local, rows) if rows.numel() else None
+    end = row_map.tables.owned_ends[output]
+    if piece.base == 0 and piece.count >= end * full_width:
+        return _owned(row_map, full_width, local, rows) if end else None
     first, last = piece.base // full_width, (piece.base + piece.count) // full_width
     low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
     if low == high:

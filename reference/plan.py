@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 
 from weightsync.reference.buckets import (
     END_BYTES,
@@ -23,7 +21,7 @@ from weightsync.reference.buckets import (
     RangeSpec,
 )
 from weightsync.reference.digest import dtype_name, wrap
-from weightsync.reference.encoding import ALIGNMENT, Encoding, cheapest, element_bytes, padded
+from weightsync.reference.encoding import ALIGNMENT, POSITION_BYTES, Encoding, cheapest, element_bytes, padded
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.pieces import OwnedRows, Piece, cut_pieces, owned_rows, told
@@ -106,20 +104,28 @@ class TransferPlan:
         A piece travels dense in a full update, and where that takes no more bytes. A group is closed before
         it exceeds ``bucket_bytes``; a piece that exceeds it alone is a group of several buckets.
         """
+        if counts is None:
+            return self._full_groups
+        return self._grouped(counts)
+
+    @cached_property
+    def _full_groups(self) -> tuple[GatherGroup, ...]:
+        return self._grouped(None)
+
+    def _grouped(self, counts: Sequence[int] | None) -> tuple[GatherGroup, ...]:
         groups: list[GatherGroup] = []
         waiting: list[RangeSpec] = []
         numbers: list[int] = []
         filled = HEADER_BYTES
-        for number, one in self._ranges(counts):
-            size = TABLE_ENTRY_BYTES + padded(one.section_bytes(self.tensors[one.tensor].itemsize))
-            if waiting and filled + size > self.bucket_bytes:
-                groups.append(self._close(numbers, waiting))
+        for number, one, nbytes in self._ranges(counts):
+            if waiting and filled + nbytes > self.bucket_bytes:
+                groups.append(self._close(numbers, waiting, filled))
                 numbers, waiting, filled = [], [], HEADER_BYTES
             numbers.append(number)
             waiting.append(one)
-            filled += size
+            filled += nbytes
         if waiting:
-            groups.append(self._close(numbers, waiting))
+            groups.append(self._close(numbers, waiting, filled))
         return tuple(groups)
 
     def part_bytes(self, group: GatherGroup, rank: int, rank_counts: Sequence[int]) -> int:
@@ -127,11 +133,11 @@ class TransferPlan:
 
         ``rank_counts`` are its own changed elements per piece; they play no part for dense pieces.
         """
-        total = 0
+        owned, itemsizes, total = self._owned_lists[rank], self._itemsizes, 0
         for number, dense in zip(group.pieces, group.dense, strict=True):
-            itemsize = self.tensors[self.pieces[number].tensor].itemsize
-            count = self.owned(rank, number) if dense else rank_counts[number]
-            total += padded(count * element_bytes(Encoding.DENSE if dense else Encoding.INT32, itemsize))
+            count = owned[number] if dense else rank_counts[number]
+            if count:
+                total += padded(count * (itemsizes[number] if dense else itemsizes[number] + POSITION_BYTES))
         return total
 
     def update_bytes(self, counts: Sequence[int] | None) -> int:
@@ -140,7 +146,7 @@ class TransferPlan:
 
     def owned(self, rank: int, piece: int) -> int:
         """Elements of a piece that trainer ``rank`` speaks for."""
-        return int(self._owned[rank, piece])
+        return self._owned_lists[rank][piece]
 
     def owned_rows(self, rank: int, piece: int) -> tuple[OwnedRows, ...]:
         """Where trainer ``rank`` holds its elements of a piece: one entry per runtime parameter that feeds
@@ -154,21 +160,37 @@ class TransferPlan:
         found = []
         for feeds in self._feeds:
             rows: dict[int, tuple[OwnedRows, ...]] = {}
-            for number, piece in enumerate(self.pieces):
-                told = [owned_rows(one, output, piece) for one, output in feeds.get(piece.tensor, ())]
-                if parts := tuple(one for one in told if one is not None):
-                    rows[number] = parts
+            for tensor, fed_by in feeds.items():
+                for number in self._pieces_of[tensor]:
+                    parts = [owned_rows(one, output, self.pieces[number]) for one, output in fed_by]
+                    if told_rows := tuple(part for part in parts if part is not None):
+                        rows[number] = told_rows
             found.append(rows)
         return tuple(found)
 
     @cached_property
-    def _owned(self) -> NDArray[np.int64]:
-        """Elements, [rank, piece]."""
-        counts = np.zeros((len(self.maps), len(self.pieces)), dtype=np.int64)
-        for rank, rows in enumerate(self._rows):
+    def _owned_lists(self) -> tuple[list[int], ...]:
+        """Elements, [rank][piece]."""
+        found = []
+        for rows in self._rows:
+            counts = [0] * len(self.pieces)
             for number, parts in rows.items():
-                counts[rank, number] = sum(one.numel for one in parts)
-        return counts
+                counts[number] = sum(one.numel for one in parts)
+            found.append(counts)
+        return tuple(found)
+
+    @cached_property
+    def _pieces_of(self) -> list[list[int]]:
+        """Per tensor, the numbers of its pieces."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for number, piece in enumerate(self.pieces):
+            found[piece.tensor].append(number)
+        return found
+
+    @cached_property
+    def _itemsizes(self) -> list[int]:
+        """Per piece, bytes of an element."""
+        return [self.tensors[piece.tensor].itemsize for piece in self.pieces]
 
     @cached_property
     def _feeds(self) -> tuple[dict[int, list[tuple[RowMap, int]]], ...]:
@@ -208,28 +230,36 @@ class TransferPlan:
                     f"the trainer's ranks, expected {width}; correct the layout table or the attributes"
                 )
 
-    def _ranges(self, counts: Sequence[int] | None) -> Iterator[tuple[int, RangeSpec]]:
+    def _ranges(self, counts: Sequence[int] | None) -> Iterator[tuple[int, RangeSpec, int]]:
+        """Per piece with a change: its number, all of it as one range, and the bytes it adds to a bucket."""
         if counts is not None and len(counts) != len(self.pieces):
             raise PlanMismatch(
                 f"{len(counts)} counts were given, expected {len(self.pieces)}, one per piece of the plan; "
                 "exchange the counts of one plan"
             )
+        itemsizes = self._itemsizes
         for number, piece in enumerate(self.pieces):
-            count = piece.count if counts is None else counts[number]
-            if not 0 <= count <= piece.count:
+            whole = piece.count
+            count = whole if counts is None else counts[number]
+            if not 0 <= count <= whole:
                 raise PlanMismatch(
                     f"tensor {self.tensors[piece.tensor].name!r} has {count} changed elements from position "
-                    f"{piece.base}, expected 0 to {piece.count}; exchange the counts of one plan"
+                    f"{piece.base}, expected 0 to {whole}; exchange the counts of one plan"
                 )
             if count == 0:
                 continue
-            itemsize = self.tensors[piece.tensor].itemsize
-            encoding = Encoding.DENSE if counts is None else cheapest(count, piece.count, itemsize)
-            length = piece.count if encoding is Encoding.DENSE else count
-            yield number, RangeSpec(piece.tensor, encoding, piece.base, length)
+            itemsize = itemsizes[number]
+            if counts is None or cheapest(count, whole, itemsize) is Encoding.DENSE:
+                one, nbytes = RangeSpec(piece.tensor, Encoding.DENSE, piece.base, whole), whole * itemsize
+            else:
+                one = RangeSpec(piece.tensor, Encoding.INT32, piece.base, count)
+                nbytes = count * (itemsize + POSITION_BYTES)
+            yield number, one, TABLE_ENTRY_BYTES + padded(nbytes)
 
-    def _close(self, numbers: Sequence[int], ranges: Sequence[RangeSpec]) -> GatherGroup:
+    def _close(self, numbers: Sequence[int], ranges: Sequence[RangeSpec], nbytes: int) -> GatherGroup:
         dense = tuple(one.encoding is Encoding.DENSE for one in ranges)
+        if nbytes <= self.bucket_bytes:
+            return GatherGroup(tuple(numbers), dense, (BucketSpec(tuple(ranges), nbytes),))
         buckets: list[BucketSpec] = []
         filling: list[RangeSpec] = []
         used = HEADER_BYTES

@@ -50,6 +50,11 @@ class RowTables:
         return tuple(output for output, (local, _) in enumerate(self.owned_rows) if local.numel())
 
     @cached_property
+    def owned_ends(self) -> tuple[int, ...]:
+        """Per output, one more than the last checkpoint row that the rank speaks for; 0 without any."""
+        return tuple(int(rows[-1]) + 1 if rows.numel() else 0 for _, rows in self.owned_rows)
+
+    @cached_property
     def inverse(self) -> tuple[Tensor, ...]:
         """Per output: checkpoint row -> local row, -1 where this rank does not hold it."""
         tables = []

@@ -57,7 +57,7 @@ class OtherExperts(Experts):
 
     wrong: Callable[[TrainerRank], TrainerRank] = lambda at: at
 
-    def trainer(self, at: TrainerRank):  # type: ignore[no-untyped-def] # noqa: D102
+    def trainer(self, at: TrainerRank):  # type: ignore[no-untyped-def]
         return super().trainer(self.wrong(at))
 
 
@@ -67,7 +67,7 @@ class OtherMoe(Qwen3Moe):
 
     wrong: Callable[[TrainerRank], TrainerRank] = lambda at: at
 
-    def modules(self) -> tuple[Placed, ...]:  # noqa: D102
+    def modules(self) -> tuple[Placed, ...]:
         found = []
         for placed in super().modules():
             module = placed.module
