@@ -126,11 +126,14 @@ def _nemotron_h(keys: Keys) -> Model:
         keys.refuse(bias, (False, None), "projections have no biases")
     keys.refuse("use_conv_bias", (True, None), "the convolution has a bias")
     dtype, pattern = keys.dtype(), keys.raw.get("hybrid_override_pattern")
+    if not isinstance(pattern, str):
+        raise keys.fail("hybrid_override_pattern", pattern, "a letter per layer")
+    keys.refuse("num_hidden_layers", (len(pattern), None), "hybrid_override_pattern has a letter per layer")
     sizes = {**GROUPS, "intermediate": "intermediate_size"}
     del sizes["layers"]
     return NemotronH(
         **_sizes(keys, sizes),
-        pattern=str(pattern or ""),
+        pattern=pattern,
         mamba=Mamba(keys.size("hidden_size"), **_sizes(keys, MAMBA), dtype=dtype),
         tied=keys.flag("tie_word_embeddings", False),
         dtype=dtype,

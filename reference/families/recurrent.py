@@ -70,6 +70,7 @@ class GatedDeltaNet(Module):
         tp = at.layout.tp
         dt_bias, a_log, conv, qkvz, ba, norm, out = self.tensors()
         qk, v = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        block_sizes("in_proj", (self.key_heads,), tp)  # whole heads
         sizes = block_sizes("in_proj", (qk, qk, v, v, self.value_heads, self.value_heads), tp)
         yield Param("in_proj.weight", self._packed(qkvz, ba), megatron(0, partition_sizes=sizes))
         yield Param("conv1d.weight", plain(conv), megatron(0, partition_sizes=sizes[:3]))
@@ -82,7 +83,7 @@ class GatedDeltaNet(Module):
         """Under the checkpoint's names; the projections in whole key heads, the convolution by blocks."""
         dt_bias, a_log, conv, qkvz, ba, norm, out = self.tensors()
         qk, v = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        block_sizes("in_proj_qkvz", (self.key_heads,), at.layout.tp)
+        block_sizes("in_proj_qkvz", (self.key_heads,), at.layout.tp)  # whole heads
         conv_sizes = block_sizes(conv.name, (qk, qk, v), at.layout.tp)
         yield Param(conv.name, plain(conv), cut_along(0, partition_sizes=conv_sizes))
         for meta in (dt_bias, a_log, qkvz, ba):
@@ -155,7 +156,7 @@ class Mamba(Module):
 
     def _cuts(self, tp: int) -> Iterator[tuple[ParamMeta, int, dict[str, object]]]:
         """Each tensor, the dimension that is cut, and its blocks."""
-        block_sizes("B and C", (self.groups,), tp)
+        block_sizes("in_proj", (self.heads, self.groups), tp)  # whole heads and groups
         sizes = block_sizes("in_proj", self._blocks, tp)
         blocks = {"in_proj.weight": sizes, "conv1d.weight": sizes[1:4], "conv1d.bias": sizes[1:4]}
         for meta in self.tensors():
