@@ -82,7 +82,7 @@ class RangeSpec(NamedTuple):
     tensor: int
     encoding: Encoding
     base: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     first: int = 0
 
     def section_bytes(self, itemsize: int) -> int:

@@ -123,9 +123,9 @@ class Deployment:
         layout = self.layouts[rank.rollout]
         return self._tables.rollout(layout.at(rank.rank, self.rollout_multiple))
 
-    def aliases(self) -> dict[str, str]:
-        """Second name -> first name of storage that a rollout ties."""
-        return self.model.aliases()
+    def aliases(self, rank: RankId | None = None) -> dict[str, str]:
+        """Second name -> first name of storage that a rollout rank ties; without a rank, under fused names."""
+        return self.model.aliases(rank is None or self.layouts[rank.rollout].fused)
 
     def shards(self, rank: int, checkpoint: Mapping[str, Tensor]) -> dict[str, torch.nn.Parameter]:
         """Live parameters of one trainer rank: its shards of ``checkpoint``, with their attributes, new storage."""

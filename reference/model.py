@@ -72,10 +72,6 @@ class ModelShape(Model):
             dtype=self.dtype,
         )  # fmt: skip
 
-    def aliases(self) -> dict[str, str]:
-        """The head of a tied model."""
-        return Decoder().aliases(self.tied)
-
     @property
     def embedding(self) -> ParamMeta:
         """The token embedding."""

@@ -72,8 +72,9 @@ class Placed:
         checkpoint: prefix of the checkpoint tensors.
         trainer: prefix of the trainer's parameters; ``{layer}`` stands for the layer's number on its stage.
         rollout: prefix of the rollout's parameters.
-        copy: a tied copy: its tensors are those of another entry. The trainer holds it only where it does not hold
-            that one, and never speaks for it; the rollout has it as an alias.
+        copy: for a tied copy, the ``checkpoint`` of the entry that it is tied to. It adds no tensors of its own. The
+            trainer holds it only where it does not hold that entry, and never speaks for it; on a rollout it is an
+            alias.
     """
 
     module: Module
@@ -81,7 +82,12 @@ class Placed:
     checkpoint: str
     trainer: str
     rollout: str
-    copy: bool = False
+    copy: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Prefix of the checkpoint tensors that it is made of."""
+        return self.checkpoint if self.copy is None else self.copy
 
 
 class Model(ABC):
@@ -97,17 +103,30 @@ class Model(ABC):
     def modules(self) -> tuple[Placed, ...]:
         """Its modules in wire order."""
 
-    def aliases(self) -> dict[str, str]:
-        """Second name -> first name of storage that a rollout ties."""
-        return {}
+    def aliases(self, fused: bool = True) -> dict[str, str]:
+        """Second name -> first name of storage that a rollout ties, such as head and embedding."""
+        modules = self.modules()
+        firsts = {placed.checkpoint: placed for placed in modules if placed.copy is None}
+
+        def name(placed: Placed) -> str:
+            return placed.rollout if fused else placed.checkpoint
+
+        return {
+            name(placed) + meta.name: name(firsts[placed.copy]) + meta.name
+            for placed in modules
+            if placed.copy is not None
+            for meta in placed.module.tensors()
+        }
 
     def tensors(self) -> tuple[ParamMeta, ...]:
         """Every checkpoint tensor in wire order; a tied one is listed once."""
+        places = [placed for placed in self.modules() if placed.copy is None]
+        listed = {id(placed.module): placed.module for placed in places}
+        metas = {key: module.tensors() for key, module in listed.items()}
         return tuple(
             ParamMeta(placed.checkpoint + meta.name, meta.dtype, meta.shape)
-            for placed in self.modules()
-            if not placed.copy
-            for meta in placed.module.tensors()
+            for placed in places
+            for meta in metas[id(placed.module)]
         )
 
     def numbers(self) -> dict[str, int]:

@@ -38,6 +38,6 @@ def rollout_maps(
     return Tables(model).rollout(RolloutLayout(tp, fused, ep).at(tp_rank, vocab_multiple))
 
 
-def rollout_aliases(model: Model) -> dict[str, str]:
+def rollout_aliases(model: Model, fused: bool = True) -> dict[str, str]:
     """Second name -> the name that is updated; both stand for one storage on the rollout."""
-    return model.aliases()
+    return model.aliases(fused)

@@ -207,8 +207,11 @@ class TransferPlan:
     def _check_told(self) -> None:
         """Tensors that are told by the same tables are checked once."""
         known: set[tuple[object, ...]] = set()
-        for number, meta in enumerate(self.tensors):
-            feeds = [feed for by_tensor in self._feeds for feed in by_tensor.get(number, ())]
+        fed_by: list[list[tuple[RowMap, int]]] = [[] for _ in self.tensors]
+        for by_tensor in self._feeds:
+            for number, feeds in by_tensor.items():
+                fed_by[number] += feeds
+        for meta, feeds in zip(self.tensors, fed_by, strict=True):
             for one, _ in feeds:
                 if one.dtype != meta.dtype:
                     raise PlanMismatch(

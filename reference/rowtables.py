@@ -81,7 +81,7 @@ class RowTables:
         chosen = chosen[order]
         outputs, order = tensor[chosen].sort(stable=True)
         sizes = torch.bincount(outputs, minlength=len(self.full_widths)).tolist()
-        return tuple(zip(chosen[order].split(sizes), rows[order].split(sizes), strict=True))
+        return tuple(zip(torch.split(chosen[order], sizes), torch.split(rows[order], sizes), strict=True))
 
 
 def by_output(output: Tensor, outputs: int) -> list[tuple[int, Tensor]]:
@@ -90,6 +90,5 @@ def by_output(output: Tensor, outputs: int) -> list[tuple[int, Tensor]]:
         found = (output == 0).nonzero().reshape(-1)
         return [(0, found)] if found.numel() else []
     ordered, order = output.sort(stable=True)
-    values, counts = ordered.unique_consecutive(return_counts=True)
-    parts = zip(values.tolist(), order.split(counts.tolist()), strict=True)
-    return [(index, chosen) for index, chosen in parts if index >= 0]
+    sizes = torch.bincount(ordered + 1, minlength=outputs + 1).tolist()
+    return [(index, chosen) for index, chosen in enumerate(torch.split(order, sizes)[1:]) if chosen.numel()]

@@ -62,7 +62,7 @@ class Tables:
         """
         before = sum(at.layout.layers(self._layers)[: at.stage])
         layers = range(before, before + at.layout.layers(self._layers)[at.stage])
-        tied = {p.checkpoint: p for p in self._modules if not p.copy}
+        firsts = {placed.checkpoint: placed for placed in self._modules if placed.copy is None}
 
         def held(placed: Placed) -> int | None:
             """The layer's number on this stage, or 0; None where this stage does not hold it."""
@@ -76,7 +76,7 @@ class Tables:
             (placed, layer)
             for placed in self._modules
             if (layer := held(placed)) is not None
-            and not (placed.copy and held(tied[placed.checkpoint]) is not None)
+            and (placed.copy is None or held(firsts[placed.copy]) is None)
         ]
         params: dict[int, list[Param]] = {}
         found: dict[str, Held] = {}
@@ -86,7 +86,7 @@ class Tables:
                 if param.expert:
                     cut = (at.etp_rank, at.layout.expert_tp, at.expert_speaks)
                 else:
-                    cut = (at.tp_rank, at.layout.tp, at.speaks and not placed.copy)
+                    cut = (at.tp_rank, at.layout.tp, at.speaks and placed.copy is None)
                 self._add(found, placed, prefix, param, *cut)
         return found
 
@@ -99,7 +99,7 @@ class Tables:
         params: dict[int, list[Param]] = {}
         found: dict[str, Held] = {}
         for placed in self._modules:
-            if placed.copy:
+            if placed.copy is not None:
                 continue
             prefix = placed.rollout if at.layout.fused else placed.checkpoint
             for param in _once(params, placed.module, lambda module: module.rollout(at)):
@@ -124,9 +124,9 @@ class Tables:
             if not speaks:
                 made = replace(made, owned=torch.zeros_like(made.owned))
             self._made[key] = param, made  # the parameter too, so that no other object takes its id
-        outputs = tuple(self._numbers[placed.checkpoint + meta.name] for meta in layout.metas)
+        outputs = tuple(self._numbers[placed.source + meta.name] for meta in layout.metas)
         moved = self._made[key][1].moved(name, outputs, layout.metas[0].dtype)
-        found[name] = Held(param, placed.checkpoint, moved)
+        found[name] = Held(param, placed.source, moved)
 
 
 def live_maps(table: Mapping[str, Held], params: Mapping[str, Tensor], at: TrainerRank) -> dict[str, RowMap]:

@@ -218,7 +218,7 @@ def read_model(path: Path) -> Model:
 
 def _family(flat: Mapping[str, Any], where: str) -> Family:
     kind = flat.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         known = ", ".join((*MODEL_TYPES, *FAMILIES))
         raise CheckpointError(f"{where}: key 'model_type' is {kind!r}; expected one of {known}; {DECLARE}")
     return FAMILIES[kind]

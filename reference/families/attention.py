@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -157,7 +158,7 @@ class VisionAttention(Module):
         weight, bias, proj, proj_bias = self.tensors()
         counts = self._cut("grouped").attributes(at.layout.tp)
         head = self.hidden // self.heads
-        split = {} if counts else {"qkv_split_shapes": [head, head, head]}
+        split: dict[str, Any] = {} if counts else {"qkv_split_shapes": [head, head, head]}
         for meta in (weight, bias):
             rows = torch.arange(3 * self.hidden).reshape(3, self.heads, -1).transpose(0, 1).reshape(-1)
             layout = replace(plain(meta), row=rows, heads=self._cut("grouped"))

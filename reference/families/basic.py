@@ -43,7 +43,7 @@ class Vocabulary(Module):
     tied: bool = False
     dtype: torch.dtype = BF16
 
-    def tensors(self) -> tuple[ParamMeta, ...]:
+    def tensors(self) -> tuple[ParamMeta]:
         """One."""
         return (ParamMeta("weight", self.dtype, (self.rows, self.hidden)),)
 
@@ -57,12 +57,12 @@ class Vocabulary(Module):
         if self.tied and at.layout.pp > 1:
             roles["shared_embedding"] = True
         padded = padded_vocab(self.rows, at.vocab_multiple * at.layout.tp)
-        yield Param("weight", vocab(*self.tensors(), padded), megatron(0, **roles))
+        yield Param("weight", vocab(self.tensors()[0], padded), megatron(0, **roles))
 
     def rollout(self, at: RolloutRank) -> Iterator[Param]:
         """Padded to a multiple of ``vocab_multiple`` rows with ``fused``."""
         padded = padded_vocab(self.rows, at.vocab_multiple) if at.layout.fused else self.rows
-        yield Param("weight", vocab(*self.tensors(), padded), cut_along(0))
+        yield Param("weight", vocab(self.tensors()[0], padded), cut_along(0))
 
 
 @dataclass(frozen=True)

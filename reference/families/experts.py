@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from weightsync.reference.families.basic import BF16, GatedMLP
+from weightsync.reference.families.basic import BF16
 from weightsync.reference.layouts import Layout, concat, gate_up, plain
 from weightsync.reference.modules import Module, Param, cut_along, everywhere, megatron
 from weightsync.reference.parallel import RolloutRank, TrainerRank
@@ -108,9 +108,13 @@ class Experts(Module):
                 meta = self._expert(expert)[which]
                 yield param.again(meta.name, meta)
 
-    def _expert(self, expert: int) -> tuple[ParamMeta, ...]:
-        mlp = GatedMLP(self.hidden, self.intermediate, self.dtype)
-        return tuple(replace(meta, name=f"{expert}.{meta.name}") for meta in mlp.tensors())
+    def _expert(self, expert: int) -> tuple[ParamMeta, ParamMeta, ParamMeta]:
+        rows, columns = (self.intermediate, self.hidden), (self.hidden, self.intermediate)
+        return (
+            ParamMeta(f"{expert}.gate_proj.weight", self.dtype, rows),
+            ParamMeta(f"{expert}.up_proj.weight", self.dtype, rows),
+            ParamMeta(f"{expert}.down_proj.weight", self.dtype, columns),
+        )
 
     def _stacked(self, held: range, which: tuple[int, ...]) -> Layout:
         metas = [self._expert(expert)[one] for expert in held for one in which]

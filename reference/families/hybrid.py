@@ -81,10 +81,6 @@ class Qwen3Next(Model):
         found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
         return tuple(found)
 
-    def aliases(self) -> dict[str, str]:
-        """The head of a tied model."""
-        return Decoder().aliases(self.tied)
-
 
 @dataclass(frozen=True)
 class NemotronH(Model):
@@ -137,7 +133,3 @@ class NemotronH(Model):
             found.append(NEMOTRON.layer(layer, mixer, "mixer.", trainer))
         found += NEMOTRON.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
         return tuple(found)
-
-    def aliases(self) -> dict[str, str]:
-        """The head of a tied model."""
-        return NEMOTRON.aliases(self.tied)

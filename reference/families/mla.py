@@ -72,14 +72,16 @@ class LatentAttention(Module):
         """``linear_q_proj``, or ``linear_q_down_proj`` and ``linear_q_up_proj``; likewise kv; ``linear_proj``."""
         tp = at.layout.tp
         *latent, query = self._queries
-        for kind, down, norm in ((("q", *latent),) if latent else ()) + (("kv", *self._keys[:2]),):
+        kv_down, kv_norm, kv_up = self._keys
+        downs = [("q", latent[0], latent[1])] if latent else []
+        for kind, down, norm in (*downs, ("kv", kv_down, kv_norm)):
             yield everywhere(
                 f"linear_{kind}_down_proj.weight", down, parallel_mode="duplicated", sequence_parallel=tp > 1
             )
             yield everywhere(f"linear_{kind}_up_proj.layer_norm_weight", norm, sequence_parallel=tp > 1)
-        ups = (("linear_q_up_proj" if latent else "linear_q_proj", query, self.nope + self.rope),)
-        for name, meta, width in (*ups, ("linear_kv_up_proj", self._keys[2], self.nope + self.value)):
-            cut = self._cut(width)
+        query_name = "linear_q_up_proj" if latent else "linear_q_proj"
+        for name, meta, width in ((query_name, query, self.rope), ("linear_kv_up_proj", kv_up, self.value)):
+            cut = self._cut(self.nope + width)
             layout = replace(plain(meta), heads=cut)
             yield Param(f"{name}.weight", layout, megatron(0, **cut.attributes(tp)))
         cut = self._cut(self.value, dim=1)
@@ -93,9 +95,9 @@ class LatentAttention(Module):
         if latent and at.layout.fused:
             fused = replace(concat(latent[0], kv_down), replicated=True)
             yield Param("fused_qkv_a_proj.weight", fused, everywhere("", kv_down).attributes)
-            whole = (latent[1], kv_norm)
+            whole = [latent[1], kv_norm]
         else:
-            whole = (*latent, kv_down, kv_norm)
+            whole = [*latent, kv_down, kv_norm]
         for meta in whole:
             yield everywhere(meta.name, meta)
         yield by_heads(query.name, plain(query), self._cut(self.nope + self.rope))

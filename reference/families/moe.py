@@ -62,10 +62,6 @@ class Qwen3Moe(Model):
         found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
         return tuple(found)
 
-    def aliases(self) -> dict[str, str]:
-        """The head of a tied model."""
-        return Decoder().aliases(self.tied)
-
 
 @dataclass(frozen=True)
 class DeepSeek(Model):

@@ -59,9 +59,7 @@ class Decoder:
             norm, "last", self.checkpoint + self.norm, self.trainer + self.last_norm, self.rollout + self.norm
         )
         head = Vocabulary(rows, hidden, "copy" if tied else "head", tied, dtype)
-        of = self.checkpoint + self.embedding if tied else self.head
-        return last, Placed(head, "last", of, f"{self.trainer}output_layer.", self.rollout_head, copy=tied)
-
-    def aliases(self, tied: bool) -> dict[str, str]:
-        """A tied head, under a rollout's names."""
-        return {f"{self.rollout_head}weight": f"{self.rollout}{self.rollout_embedding}weight"} if tied else {}
+        return last, Placed(
+            head, "last", self.head, f"{self.trainer}output_layer.", self.rollout_head,
+            self.checkpoint + self.embedding if tied else None,
+        )  # fmt: skip

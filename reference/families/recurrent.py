@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -96,9 +97,9 @@ class GatedDeltaNet(Module):
         both, per_key = concat(qkvz, ba), self.value_heads // self.key_heads
         wide = per_key * self.value_dim
         grouped = torch.arange(qkvz.shape[0]).reshape(self.key_heads, -1)
-        blocks = list(grouped.split([self.key_dim, self.key_dim, wide, wide], dim=1))
+        blocks = list(torch.split(grouped, [self.key_dim, self.key_dim, wide, wide], dim=1))
         scalars = torch.arange(qkvz.shape[0], both.shape[0]).reshape(self.key_heads, -1)
-        blocks += scalars.split([per_key, per_key], dim=1)
+        blocks += torch.split(scalars, [per_key, per_key], dim=1)
         order = torch.cat([block.reshape(-1) for block in blocks])
         return replace(both, tensor=both.tensor[order], row=both.row[order])
 
@@ -154,7 +155,7 @@ class Mamba(Module):
         for meta, dim, sizes in self._cuts(at.layout.tp):
             yield Param(meta.name, plain(meta), cut_along(dim, **sizes))
 
-    def _cuts(self, tp: int) -> Iterator[tuple[ParamMeta, int, dict[str, object]]]:
+    def _cuts(self, tp: int) -> Iterator[tuple[ParamMeta, int, dict[str, Any]]]:
         """Each tensor, the dimension that is cut, and its blocks."""
         block_sizes("in_proj", (self.heads, self.groups), tp)  # whole heads and groups
         sizes = block_sizes("in_proj", self._blocks, tp)

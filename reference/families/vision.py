@@ -144,7 +144,3 @@ class Qwen3VL(Model):
             ]
         found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
         return tuple(found)
-
-    def aliases(self) -> dict[str, str]:
-        """The head of a tied model."""
-        return DECODER.aliases(self.tied)

@@ -79,7 +79,9 @@ def test_every_family_runs_and_every_rollout_holds_the_trainers_bits(kind: str) 
         assert record is not None
         result = make_result(asked, record)
         assert result["verdict"]["ok"], [row for row in result["checks"] if not row["ok"]]
-        assert [one["wire_bytes"] for one in result["updates"]] == [one.nbytes for one in planned.updates]
+        assert [one["full_bytes"] + one["delta_bytes"] for one in result["updates"]] == [
+            one.nbytes for one in planned.updates
+        ]
 
 
 class Recording(Mapping[str, Any]):

@@ -178,7 +178,9 @@ def test_megatron_shards_reach_fused_and_unfused_rollouts(
     )
     for rollout in deployment.rollouts:
         targets = [
-            Target(plan.tensors, deployment.rollout_maps(rank), deployment.blank(rank), deployment.aliases())
+            Target(
+                plan.tensors, deployment.rollout_maps(rank), deployment.blank(rank), deployment.aliases(rank)
+            )
             for rank in rollout.ranks
         ]
         for update, state in zip(updates, states, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from hypothesis import event
 from hypothesis import strategies as st
@@ -69,24 +70,31 @@ def family_models(draw: st.DrawFn, *, tp: int, experts: int, layers: int) -> Mod
     """
     size = st.integers(1, 3)
     groups = draw(size)
-    sizes = {"vocab": draw(st.integers(1, 9)), "hidden": draw(size), "layers": layers}
+    sizes: dict[str, Any] = {"vocab": draw(st.integers(1, 9)), "hidden": draw(size), "layers": layers}
     wide = tp * draw(st.integers(1, 2))
-    heads = {"heads": groups * tp, "kv_heads": groups, "head_dim": draw(size)}  # any relation to the ranks
-    routed = {"expert_intermediate": tp, "experts": experts * draw(st.integers(1, 2))}
+    heads: dict[str, Any] = {
+        "heads": groups * tp,
+        "kv_heads": groups,
+        "head_dim": draw(size),
+    }  # any relation to the ranks
+    routed: dict[str, Any] = {"expert_intermediate": tp, "experts": experts * draw(st.integers(1, 2))}
     routed["form"] = draw(st.sampled_from(FORMS))
-    tied = {"tied": draw(st.booleans())}
+    tied: dict[str, Any] = {"tied": draw(st.booleans())}
 
     def dense() -> Model:
-        norms = {"qk_norm": draw(st.booleans()), "qkv_bias": draw(st.booleans())}
+        norms: dict[str, Any] = {"qk_norm": draw(st.booleans()), "qkv_bias": draw(st.booleans())}
         return ModelShape(**sizes, **heads, **tied, **norms, intermediate=wide)
 
     def moe() -> Model:
         return Qwen3Moe(**sizes, **heads, **tied, **routed)
 
     def latent() -> Model:
-        ranks = {"q_rank": draw(st.none() | size), "kv_rank": draw(size)}
-        widths = {name: draw(size) for name in ("nope", "rope", "value")}
-        counts = {"dense_layers": draw(st.integers(0, layers)), "shared_experts": draw(st.integers(0, 2))}
+        ranks: dict[str, Any] = {"q_rank": draw(st.none() | size), "kv_rank": draw(size)}
+        widths: dict[str, Any] = {name: draw(size) for name in ("nope", "rope", "value")}
+        counts: dict[str, Any] = {
+            "dense_layers": draw(st.integers(0, layers)),
+            "shared_experts": draw(st.integers(0, 2)),
+        }
         return DeepSeek(
             **sizes, **routed, **ranks, **widths, **counts, heads=tp + draw(st.integers(0, 2)),
             intermediate=wide, router_bias=draw(st.booleans()),
@@ -109,7 +117,7 @@ def family_models(draw: st.DrawFn, *, tp: int, experts: int, layers: int) -> Mod
 
     def next_() -> Model:
         linear = GatedDeltaNet(sizes["hidden"], tp, tp * draw(st.integers(1, 2)), draw(size), draw(size), 2)
-        even = {**heads, "heads": wide * tp, "kv_heads": tp}
+        even: dict[str, Any] = {**heads, "heads": wide * tp, "kv_heads": tp}
         return Qwen3Next(
             **sizes, **even, **tied, **routed, shared_intermediate=wide, linear=linear, every=draw(size)
         )
@@ -117,7 +125,7 @@ def family_models(draw: st.DrawFn, *, tp: int, experts: int, layers: int) -> Mod
     def nemotron() -> Model:
         mamba = Mamba(sizes["hidden"], tp, draw(size), tp, draw(size), 2)
         pattern = "".join(draw(st.sampled_from("M*-")) for _ in range(layers))
-        rest = {name: value for name, value in sizes.items() if name != "layers"}
+        rest: dict[str, Any] = {name: value for name, value in sizes.items() if name != "layers"}
         return NemotronH(**rest, **heads, **tied, intermediate=wide, pattern=pattern, mamba=mamba)
 
     makers: tuple[Callable[[], Model], ...] = (dense, moe, latent, vision, next_, nemotron)

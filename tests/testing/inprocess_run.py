@@ -67,7 +67,7 @@ class WholeTensors(Deployment):
         """Name -> map of one rollout rank."""
         return self._maps()
 
-    def aliases(self) -> dict[str, str]:
+    def aliases(self, rank: RankId | None = None) -> dict[str, str]:
         """Nothing is tied."""
         return {}
 
@@ -195,7 +195,7 @@ class InprocessRun:
                     deployment.tensors,
                     deployment.rollout_maps(rank),
                     deployment.blank(rank),
-                    deployment.aliases(),
+                    deployment.aliases(rank),
                 )
                 engine = self.engines[ref.number] if rank == ref.leader else None
                 verbs = world.verbs(rank, self.targets[rank], engine=engine, hooks=Watch(self, str(rank)))

@@ -111,7 +111,7 @@ async def _train(me: RankId, world: GlooWorld) -> tuple[int | None, str]:
 async def _serve(me: RankId, world: GlooWorld, folder: Path) -> tuple[int | None, str]:
     run = deployment()
     weights = run.blank(me)
-    verbs = world.verbs(me, Target(run.tensors, run.rollout_maps(me), weights, run.aliases()))
+    verbs = world.verbs(me, Target(run.tensors, run.rollout_maps(me), weights, run.aliases(me)))
     ranks = run.rollouts[me.rollout].ranks
     rollout = Rollout(verbs, run.plan.fingerprint, ranks, run.trainers[0], SETTINGS)
     await rollout.run()
