@@ -19,6 +19,8 @@ from weightsync.reference.errors import (
 )
 from weightsync.reference.members import Group, RankId, RolloutRef
 from weightsync.reference.model import ModelShape
+from weightsync.reference.modules import Model, Module
+from weightsync.reference.parallel import TrainerLayout
 from weightsync.reference.params import ParamMeta, TPAttributes
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import Outcome, ProtocolSettings
@@ -40,7 +42,9 @@ __all__ = [
     "Group",
     "GroupBroken",
     "MissingTPAttributes",
+    "Model",
     "ModelShape",
+    "Module",
     "Outcome",
     "ParamMeta",
     "PatchMismatch",
@@ -61,6 +65,7 @@ __all__ = [
     "Target",
     "Trace",
     "Trainer",
+    "TrainerLayout",
     "TransferPlan",
     "UndoLog",
     "UnsupportedCapability",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -59,8 +59,9 @@ class Experts(Module):
     """Routed experts with gated MLPs.
 
     Expert i of EP rank e of ``ep`` on the trainer is expert i + e * count // ep of the checkpoint. Megatron stamps
-    ``allreduce`` False where EP > 1. Its Transformer Engine may stamp stride 1 on a gated fc1, which is no cut of
-    [gate; up] for more than one expert-TP rank: such attributes are refused, set ``partition_stride`` to 2.
+    ``allreduce`` False where EP > 1, and no ``parallel_mode`` on experts that are cut or shared out. Its Transformer
+    Engine may stamp stride 1 on a gated fc1, which is no cut of [gate; up] for more than one expert-TP rank: such
+    attributes are refused, set ``partition_stride`` to 2.
 
     Attributes:
         count: experts in all.
@@ -80,14 +81,16 @@ class Experts(Module):
 
     def trainer(self, at: TrainerRank) -> Iterator[Param]:
         """fc1 and fc2 of the rank's experts."""
-        held, whole = at.experts(self.count), at.layout.ep == 1
+        held = at.experts(self.count)
+        topology: dict[str, Any] = {"allreduce": at.layout.ep == 1}
+        if at.layout.ep > 1 or at.layout.expert_tp > 1 or self.form == "stacked":
+            topology["parallel_mode"] = None
         if self.form == "stacked":
-            first = megatron(1, stride=2, allreduce=whole, parallel_mode=None)
-            second = megatron(2, allreduce=whole, parallel_mode=None)
+            first, second = megatron(1, stride=2, **topology), megatron(2, **topology)
             yield Param("linear_fc1.weight", self._stacked(held, (0, 1)), first, expert=True)
             yield Param("linear_fc2.weight", self._stacked(held, (2,)), second, expert=True)
             return
-        attributes = megatron(0, stride=2, allreduce=whole), megatron(1, allreduce=whole)
+        attributes = megatron(0, stride=2, **topology), megatron(1, **topology)
         names = {"grouped": "linear_fc{}.weight{}", "sequential": "local_experts.{1}.linear_fc{0}.weight"}
         yield from self._each(held, lambda fc, local: names[self.form].format(fc, local), attributes)
 
