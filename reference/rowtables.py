@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+_FEW = 8  # up to so many outputs, looking for each takes less time than sorting
+
 
 @dataclass(frozen=True, eq=False)
 class RowTables:
@@ -86,9 +88,9 @@ class RowTables:
 
 def by_output(output: Tensor, outputs: int) -> list[tuple[int, Tensor]]:
     """Index -> where ``output`` (n,) int32 has it, ascending (m,) int64, for each of 0 to ``outputs`` - 1 found."""
-    if outputs == 1:
-        found = (output == 0).nonzero().reshape(-1)
-        return [(0, found)] if found.numel() else []
+    if outputs <= _FEW:
+        found = [(index, (output == index).nonzero().reshape(-1)) for index in range(outputs)]
+        return [(index, chosen) for index, chosen in found if chosen.numel()]
     ordered, order = output.sort(stable=True)
     sizes = torch.bincount(ordered + 1, minlength=outputs + 1).tolist()
     return [(index, chosen) for index, chosen in enumerate(torch.split(order, sizes)[1:]) if chosen.numel()]
