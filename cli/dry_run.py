@@ -186,6 +186,7 @@ def _memory(
     staged = max(update.nbytes for update in updates) if scenario.policy.receive == "stage" else bucket
     model = sum(meta.nbytes for meta in plan.tensors)
     most = max((update.changed for update in updates if update.kind == "delta"), default=0)
+    widest = max(meta.itemsize for meta in plan.tensors)
     found = []
     for rank in layout.trainers:
         held = sum(map(parts.local_bytes, layout.trainer_maps[rank.rank].values()))
@@ -194,6 +195,6 @@ def _memory(
     for ref in layout.rollouts:
         for rank in ref.ranks:
             held = sum(map(parts.local_bytes, layout.rollout_maps(rank).values()))
-            undo = -(-most * (8 + layout.model.dtype.itemsize) * min(held, model) // model)
+            undo = -(-most * (8 + widest) * min(held, model) // model)
             found.append(Memory(str(rank), held, staged=staged, undo=undo))
     return tuple(found)

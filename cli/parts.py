@@ -91,7 +91,7 @@ def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple
 def blank_target(deployment: Deployment, rank: RankId) -> Target:
     """A rollout rank's bytes before the first update: allocated, zero."""
     maps = deployment.rollout_maps(rank)
-    return Target(deployment.tensors, maps, deployment.blank(rank), deployment.aliases())
+    return Target(deployment.tensors, maps, deployment.blank(rank), deployment.aliases(rank))
 
 
 def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:

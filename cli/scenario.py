@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from weightsync.cli.model.families import FAMILIES
 from weightsync.cli.scenario_tables import Faults, Model, Policy, RolloutTable, Table, TrainerTable, Workload
 from weightsync.reference.errors import WeightSyncError
 from weightsync.sim.hardware import ProfileError, load_profile
@@ -65,6 +66,16 @@ class Scenario(Table):
             raise ValueError(
                 'workload.kind = "rl" needs values = true; rollouts sample from the weights they hold'
             )
+        if self.workload.kind == "rl" and not self.trainer.layout.pure_tp:
+            raise ValueError(
+                'workload.kind = "rl" needs a trainer of tensor-parallel ranks only; set pp, ep, dp and cp of trainer '
+                "to 1 and leave etp out"
+            )
+        if self.workload.kind != "synthetic" and self.model.family is not None:
+            raise ValueError(
+                f'workload.kind = "{self.workload.kind}" trains dense decoders only; give a model.shape, or set '
+                'workload.kind = "synthetic" for model.family'
+            )
         return self
 
     def _require_rank(self, fault: str, rollout: int, rank: int) -> None:
@@ -107,11 +118,14 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterable[str]:
     for name, info in model.model_fields.items():
         dotted = f"{prefix}{name}"
         inner = _inner(info.annotation)
-        if inner is None:
+        if dotted == "model.family":
+            every = {key: None for family in FAMILIES.values() for key in family.keys}
+            yield from (f"{dotted}.{key}" for key in every)
+        elif inner is None:
             yield dotted
-            continue
-        step = ".0." if "tuple" in str(info.annotation) else "."
-        yield from _keys(inner, dotted + step)
+        else:
+            step = ".0." if "tuple" in str(info.annotation) else "."
+            yield from _keys(inner, dotted + step)
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
@@ -139,8 +153,13 @@ def near(dotted: str) -> str:
 
 
 def _tuples(data: Mapping[str, Any]) -> dict[str, Any]:
-    rollouts = data.get("rollouts")
-    return {**data, "rollouts": tuple(rollouts)} if isinstance(rollouts, list) else dict(data)
+    """Lists as the tuples that the tables have."""
+    found, rollouts, trainer = dict(data), data.get("rollouts"), data.get("trainer")
+    if isinstance(rollouts, list):
+        found["rollouts"] = tuple(rollouts)
+    if isinstance(trainer, dict) and isinstance(trainer.get("stages"), list):
+        found["trainer"] = {**trainer, "stages": tuple(trainer["stages"])}
+    return found
 
 
 def _sentence(problem: Any, name: str) -> str:

@@ -45,7 +45,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Scenario:
     """The built-in scenario or TOML file ``name`` with each ``key=value`` of ``overrides`` applied, checked.
 
     Keys are dotted (``policy.receive=stream``, ``rollouts.0.tp=2``); values are TOML, or a bare string.
-    Naming a ``model.checkpoint`` drops the file's ``model.shape``, and the reverse.
+    Naming one of ``model.checkpoint``, ``model.shape`` and ``model.family`` drops the file's other ones.
     Raises ScenarioError listing every problem.
     """
     try:
@@ -97,9 +97,12 @@ def _override(data: dict[str, Any], override: str) -> None:
     every = keys()
     if not any(key == generic or key.startswith(generic + ".") for key in every):
         raise ScenarioError(f"--set: {dotted!r} is not a key of a scenario; near names: {near(dotted)}")
-    for chosen, other in (("model.checkpoint", "shape"), ("model.shape", "checkpoint")):
-        if generic.startswith(chosen) and isinstance(data.get("model"), dict):
-            data["model"].pop(other, None)
+    sources = ("checkpoint", "shape", "family")
+    for chosen in sources:
+        if generic.startswith(f"model.{chosen}") and isinstance(data.get("model"), dict):
+            for other in sources:
+                if other != chosen:
+                    data["model"].pop(other, None)
     node: Any = data
     *parents, last = dotted.split(".")
     for part in parents:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightsync.cli.model.config import DTYPES
+from weightsync.cli.model.families import make_family
+from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
+from weightsync.reference.parallel import RolloutLayout, TrainerLayout
 from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
 
 MIB = 1 << 20
@@ -61,7 +64,10 @@ class Shape(Table):
 
 
 class Model(Table):
-    """What is trained: a checkpoint folder, or a shape to fill with seeded weights.
+    """What is trained: a checkpoint folder, or sizes to fill with seeded weights.
+
+    ``shape`` are the sizes of a dense decoder, which all workloads know; ``family`` are the configuration keys of any
+    family, under Hugging Face's names, for a synthetic workload.
 
     Vocabularies are padded to a multiple of ``trainer_vocab_multiple`` times TP rows on the trainer, and of
     ``rollout_vocab_multiple`` rows on a fused rollout.
@@ -69,32 +75,75 @@ class Model(Table):
 
     checkpoint: str | None = None
     shape: Shape | None = None
+    family: dict[str, Any] | None = None
     trainer_vocab_multiple: int = Field(default=TRAINER_MULTIPLE, ge=1)
     rollout_vocab_multiple: int = Field(default=ROLLOUT_MULTIPLE, ge=1)
 
     @model_validator(mode="after")
     def _one(self) -> Model:
-        if self.checkpoint is not None and self.shape is not None:
-            raise ValueError("checkpoint and shape are both given; give the folder or the shape, not both")
+        given = {"checkpoint": self.checkpoint, "shape": self.shape, "family": self.family}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise ValueError(f"{' and '.join(names)} are both given; give one of them, not both")
+        if self.family is not None:
+            try:
+                make_family(self.family, "model.family")
+            except WeightSyncError as error:
+                raise ValueError(str(error)) from None
         return self
 
     @property
     def sizes(self) -> Shape | None:
-        """The shape to fill with seeded weights, or None when a checkpoint folder is named."""
-        return None if self.checkpoint is not None else self.shape or Shape()
+        """The dense shape to fill with seeded weights, or None when a folder or a family is named."""
+        return None if self.checkpoint is not None or self.family is not None else self.shape or Shape()
 
 
 class TrainerTable(Table):
-    """How the trainer's ranks cut the model."""
+    """How the trainer's ranks share the model out: see ``reference.parallel.TrainerLayout``.
+
+    ``etp`` left out is ``tp``; ``dp`` left out is the least that has room for the experts; ``stages`` left out are
+    equal.
+    """
 
     tp: int = Field(default=2, ge=1)
+    pp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+    etp: int | None = Field(default=None, ge=1)
+    dp: int | None = Field(default=None, ge=1)
+    cp: int = Field(default=1, ge=1)
+    stages: tuple[int, ...] | None = None
+
+    @property
+    def layout(self) -> TrainerLayout:
+        """The same as the reference has it."""
+        return TrainerLayout(self.tp, self.pp, self.ep, self.etp, self.dp, self.cp, self.stages)
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainerTable:
+        try:
+            _ = self.layout
+        except WeightSyncError as error:
+            raise ValueError(str(error)) from None
+        return self
 
 
 class RolloutTable(Table):
-    """How one rollout's ranks cut the model; fused means qkv_proj and gate_up_proj."""
+    """How one rollout's ranks cut the model; fused means vLLM's names, ``ep`` shares the experts out."""
 
     tp: int = Field(default=1, ge=1)
     fused: bool = False
+    ep: int = Field(default=1, ge=1)
+
+    @property
+    def layout(self) -> RolloutLayout:
+        """The same as the reference has it."""
+        return RolloutLayout(self.tp, self.fused, self.ep)
+
+    @model_validator(mode="after")
+    def _fits(self) -> RolloutTable:
+        if self.tp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide tp {self.tp}; each expert is on tp // ep ranks")
+        return self
 
 
 class Rl(Table):

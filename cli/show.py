@@ -30,14 +30,30 @@ def heading(console: Console, scenario: Scenario) -> None:
     """What is about to run, in two lines."""
     shape, work = model_shape(scenario), scenario.workload
     elements = sum(meta.numel for meta in shape.tensors())
-    rollouts = ", ".join(f"{'fused' if one.fused else 'unfused'} TP {one.tp}" for one in scenario.rollouts)
+    rollouts = ", ".join(
+        f"{'fused' if one.fused else 'unfused'} {_sizes(tp=one.tp, ep=one.ep)}" for one in scenario.rollouts
+    )
+    trainer, dtypes = (
+        scenario.trainer,
+        {str(meta.dtype).removeprefix("torch."): None for meta in shape.tensors()},
+    )
+    sizes = _sizes(
+        tp=trainer.tp, pp=trainer.pp, ep=trainer.ep, expert_tp=trainer.etp or 1, cp=trainer.cp,
+        dp=trainer.layout.replicas,
+    )  # fmt: skip
     console.print(f"[bold]{scenario.name}[/bold]: {scenario.description}", highlight=False)
     steps = f"{work.steps} {STEPS[work.kind]}"
     console.print(
-        f"{elements:,} elements in {len(shape.tensors())} tensors ({str(shape.dtype).removeprefix('torch.')}), "
-        f"{steps}; trainer TP {scenario.trainer.tp}, rollouts: {rollouts}",
+        f"{elements:,} elements in {len(shape.tensors())} tensors ({', '.join(dtypes)}), "
+        f"{steps}; trainer {sizes}, rollouts: {rollouts}",
         highlight=False,
     )
+
+
+def _sizes(*, tp: int, **others: int) -> str:
+    """``TP 2 PP 2``: the tensor-parallel size, and what else is not 1."""
+    more = [f"{name.upper().replace('_', '-')} {size}" for name, size in others.items() if size > 1]
+    return " ".join([f"TP {tp}", *more])
 
 
 def tables(

@@ -33,11 +33,11 @@ PHASES = (
     "continue",
     "wait",
     "idle",
-    "total",
-    "paused",
-    "exposed",
 )
 """Phase keys in the order in which an update meets them; others follow in alphabetical order."""
+
+WHOLE = ("total", "paused", "exposed")
+"""Times of whole updates, which are no sums of spans; they stand below the phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ def phase_table(
 ) -> Table:
     """Nanoseconds per phase with a *modelled* and a *measured* column; a phase in neither is absent.
 
-    A side that is None has no column. A phase of the other side only shows ``-``, which is not zero time.
+    A side that is None has no column. A phase of the other side only shows ``-``, which is not zero time. Times of
+    whole updates stand below a rule, and a line under the table says that they are no sums over ranks.
     """
     sides = [("modelled", modelled_on, modelled), ("measured", measured_on, measured)]
     shown = [(name, conditions, side) for name, conditions, side in sides if side is not None]
@@ -145,9 +146,15 @@ def phase_table(
     table.add_column("phase", no_wrap=True)
     for name, conditions, _ in shown:
         table.add_column(f"{name}\n({conditions})" if conditions else name, justify="right")
-    for phase in in_order(phase for _, _, side in shown for phase in side):
-        cells = [format_ns(side[phase]) if phase in side else "-" for _, _, side in shown]
-        table.add_row(phase, *cells)
+    phases = in_order(phase for _, _, side in shown for phase in side)
+    whole = [phase for phase in phases if phase in WHOLE]
+    for phase in phases:
+        if phase in whole[:1]:
+            table.add_section()
+        table.add_row(phase, *(format_ns(side[phase]) if phase in side else "-" for _, _, side in shown))
+    if whole:
+        table.caption = f"{', '.join(whole)}: of whole updates, not summed over ranks"
+        table.caption_justify = "left"
     return table
 
 
@@ -186,9 +193,9 @@ def progress_bar(console: Console | None = None) -> Progress:
 
 
 def in_order(phases: Iterable[str]) -> tuple[str, ...]:
-    """The distinct phases in the order of an update, unknown ones last and sorted."""
-    rank = {phase: number for number, phase in enumerate(PHASES)}
-    return tuple(sorted(set(phases), key=lambda phase: (rank.get(phase, len(rank)), phase)))
+    """The distinct phases in the order of an update, unknown ones after them and sorted, whole updates last."""
+    rank = {phase: number for number, phase in enumerate((*PHASES, None, *WHOLE))}
+    return tuple(sorted(set(phases), key=lambda phase: (rank.get(phase, len(PHASES)), phase)))
 
 
 def format_bytes(nbytes: int) -> str:

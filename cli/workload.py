@@ -9,13 +9,14 @@ from typing import Protocol
 from torch import Tensor
 from torch.nn import Parameter
 
-from weightsync.cli.model.checkpoint import load_checkpoint, make_checkpoint
-from weightsync.cli.model.config import DecoderConfig, read_config
+from weightsync.cli.model.checkpoint import load_weights, make_checkpoint
+from weightsync.cli.model.config import DecoderConfig
+from weightsync.cli.model.families import make_family, read_model
 from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
 from weightsync.cli.model.trainer import DemoTrainer
 from weightsync.cli.scenario import Scenario, ScenarioError
-from weightsync.reference.deployment import Deployment, RolloutLayout
-from weightsync.reference.model import ModelShape
+from weightsync.reference.deployment import Deployment
+from weightsync.reference.modules import Model
 
 
 class WorkloadTrainer(Protocol):
@@ -54,20 +55,22 @@ class WholeTrainer(Protocol):
         """Hugging Face name -> whole tensor of the present weights."""
 
 
-def model_shape(scenario: Scenario) -> ModelShape:
-    """Sizes of the scenario's model, without reading a weight."""
-    sizes = scenario.model.sizes
+def model_shape(scenario: Scenario) -> Model:
+    """The scenario's model with its sizes, without reading a weight."""
+    sizes, family = scenario.model.sizes, scenario.model.family
     if sizes is not None:
         return sizes.model_shape()
-    return read_config(Path(scenario.model.checkpoint or "") / "config.json").shape
+    if family is not None:
+        return make_family(family, "model.family")
+    return read_model(Path(scenario.model.checkpoint or "") / "config.json")
 
 
 def deployment(scenario: Scenario) -> Deployment:
     """Who holds what in the scenario, with its plan; equal in every process."""
     return Deployment(
         model_shape(scenario),
-        scenario.trainer.tp,
-        tuple(RolloutLayout(rollout.tp, rollout.fused) for rollout in scenario.rollouts),
+        scenario.trainer.layout,
+        tuple(rollout.layout for rollout in scenario.rollouts),
         scenario.policy.bucket_bytes,
         scenario.model.trainer_vocab_multiple,
         scenario.model.rollout_vocab_multiple,
@@ -80,9 +83,9 @@ def prepare(scenario: Scenario, scratch: Path) -> Path | None:
     None for a synthetic workload without a checkpoint. To be called once, before any rank starts.
     """
     sizes = scenario.model.sizes
-    if sizes is None:
-        return Path(scenario.model.checkpoint or "")
-    if scenario.workload.kind == "synthetic":
+    if scenario.model.checkpoint is not None:
+        return Path(scenario.model.checkpoint)
+    if sizes is None or scenario.workload.kind == "synthetic":
         return None
     config = DecoderConfig(sizes.model_type, sizes.model_shape())
     return make_checkpoint(scratch / "checkpoint", config, scenario.workload.seed)
@@ -107,12 +110,12 @@ def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> DemoTrai
         rank,
         density=work.density,
         seed=work.seed,
-        weights=None if folder is None else load_checkpoint(folder).weights,
+        weights=None if folder is None else load_weights(folder, layout.model),
     )
 
 
 def first_weights(scenario: Scenario, folder: Path | None) -> dict[str, Tensor]:
     """Hugging Face name -> whole tensor before the first step, on every side; new storage at each call."""
     if folder is not None:
-        return load_checkpoint(folder).weights
+        return load_weights(folder, model_shape(scenario))
     return SyntheticWorkload(model_shape(scenario).tensors(), 0.0, scenario.workload.seed).initial()

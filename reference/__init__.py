@@ -24,6 +24,8 @@ from weightsync.reference.errors import (
 from weightsync.reference.members import Group, RankId, RolloutRef
 from weightsync.reference.metrics import UpdateMetrics, update_metrics
 from weightsync.reference.model import ModelShape
+from weightsync.reference.modules import Model, Module
+from weightsync.reference.parallel import TrainerLayout
 from weightsync.reference.params import ParamMeta, TPAttributes
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.probe import Probe, Probed
@@ -49,7 +51,9 @@ __all__ = [
     "Group",
     "GroupBroken",
     "MissingTPAttributes",
+    "Model",
     "ModelShape",
+    "Module",
     "Outcome",
     "ParamMeta",
     "PatchMismatch",
@@ -73,6 +77,7 @@ __all__ = [
     "Target",
     "Trace",
     "Trainer",
+    "TrainerLayout",
     "TransferPlan",
     "UndoLog",
     "UnsupportedCapability",

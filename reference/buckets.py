@@ -67,8 +67,7 @@ class Bucket:
         return Bucket(self.header, self.payload.clone())
 
 
-@dataclass(frozen=True, slots=True)
-class RangeSpec:
+class RangeSpec(NamedTuple):
     """One tensor's place in one bucket.
 
     Attributes:
@@ -83,7 +82,7 @@ class RangeSpec:
     tensor: int
     encoding: Encoding
     base: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     first: int = 0
 
     def section_bytes(self, itemsize: int) -> int:

@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from weightsync.reference.layouts import Layout, row_maps
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
-from weightsync.reference.megatron import trainer_layouts
 from weightsync.reference.members import RankId, RolloutRef, rollout_refs, trainer_ranks
-from weightsync.reference.model import ModelShape
+from weightsync.reference.modules import Model
+from weightsync.reference.parallel import RolloutLayout, TrainerLayout, TrainerRank
 from weightsync.reference.params import ParamMeta, TPAttributes
 from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
-from weightsync.reference.placement import rollout_aliases, rollout_maps
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.rowmap import RowMap, export, local_tensor
+from weightsync.reference.tables import Held, Tables, live_maps
 
-
-class RolloutLayout(NamedTuple):
-    """How one rollout cuts the model: tensor-parallel ranks, and fused (vLLM, SGLang) or checkpoint names."""
-
-    tp: int
-    fused: bool
+__all__ = ["Deployment", "RolloutLayout"]
 
 
 @dataclass(frozen=True)
@@ -34,30 +27,40 @@ class Deployment:
     """A model on a trainer and its rollouts. Holds no weights.
 
     Attributes:
-        model: sizes of the model.
-        tp: the trainer's tensor-parallel ranks.
+        model: the family with its sizes.
+        trainer: the trainer's layout; a number stands for that many tensor-parallel ranks and nothing else.
         layouts: one per rollout.
         bucket_bytes: largest bucket on the wire.
         trainer_multiple: rows per TP rank that the trainer's padded vocabulary is a multiple of.
         rollout_multiple: rows that a fused rollout's padded vocabulary is a multiple of.
     """
 
-    model: ModelShape
-    tp: int
+    model: Model
+    trainer: TrainerLayout | int
     layouts: tuple[RolloutLayout, ...]
     bucket_bytes: int
     trainer_multiple: int = TRAINER_MULTIPLE
     rollout_multiple: int = ROLLOUT_MULTIPLE
 
     @cached_property
+    def trainer_layout(self) -> TrainerLayout:
+        """The trainer's layout."""
+        return TrainerLayout(self.trainer) if isinstance(self.trainer, int) else self.trainer
+
+    @property
+    def tp(self) -> int:
+        """The trainer's tensor-parallel ranks; ``trainers`` are all of its ranks."""
+        return self.trainer_layout.tp
+
+    @cached_property
     def tensors(self) -> tuple[ParamMeta, ...]:
         """The checkpoint tensors in wire order."""
         return self.model.tensors()
 
-    @property
+    @cached_property
     def trainers(self) -> tuple[RankId, ...]:
         """The trainer's ranks, lead first."""
-        return trainer_ranks(self.tp)
+        return trainer_ranks(self.trainer_layout.world)
 
     @property
     def rollouts(self) -> tuple[RolloutRef, ...]:
@@ -70,21 +73,30 @@ class Deployment:
         return (*self.trainers, *(rank for rollout in self.rollouts for rank in rollout.ranks))
 
     @cached_property
-    def attributes(self) -> dict[str, TPAttributes]:
-        """Runtime name -> what the trainer's live parameters carry."""
-        table = trainer_layouts(self.model, self.tp, vocab_multiple=self.trainer_multiple)
-        return {name: attributes for name, (_, attributes) in table.items()}
+    def tables(self) -> tuple[dict[str, Held], ...]:
+        """Per trainer rank, runtime name -> what it holds there."""
+        return tuple(self._tables.trainer(self.at(rank)) for rank in range(self.trainer_layout.world))
+
+    @cached_property
+    def attributes(self) -> tuple[dict[str, TPAttributes], ...]:
+        """Per trainer rank, runtime name -> what its live parameters carry."""
+        return tuple({name: held.param.attributes for name, held in table.items()} for table in self.tables)
 
     @cached_property
     def trainer_maps(self) -> tuple[dict[str, RowMap], ...]:
-        """Per trainer rank, runtime name -> map, read from the attributes that live parameters carry."""
-        table = trainer_layouts(self.model, self.tp, vocab_multiple=self.trainer_multiple)
-        layouts = {name: layout for name, (layout, _) in table.items()}
-        found = []
-        for rank in range(self.tp):
-            shapes = {name: self._empty(name, layout, rank) for name, layout in layouts.items()}
-            found.append(row_maps(layouts, shapes, rank, self.tp, self.model.numbers()))
-        return tuple(found)
+        """Per trainer rank, runtime name -> map."""
+        return tuple({name: held.row_map for name, held in table.items()} for table in self.tables)
+
+    def at(self, rank: int) -> TrainerRank:
+        """The place of a trainer rank."""
+        return self.trainer_layout.at(rank, self.trainer_multiple)
+
+    def live_maps(self, rank: int, params: Mapping[str, Tensor]) -> dict[str, RowMap]:
+        """``trainer_maps`` of one rank, once its live parameters themselves say that they are cut so.
+
+        Raises: as ``tables.live_maps``.
+        """
+        return live_maps(self.tables[rank], params, self.at(rank))
 
     @cached_property
     def plan(self) -> TransferPlan:
@@ -100,16 +112,20 @@ class Deployment:
         return self._maps_made[rank]
 
     @cached_property
+    def _tables(self) -> Tables:
+        return Tables(self.model)
+
+    @cached_property
     def _maps_made(self) -> dict[RankId, dict[str, RowMap]]:
         return {}
 
     def _make_rollout_maps(self, rank: RankId) -> dict[str, RowMap]:
-        tp, fused = self.layouts[rank.rollout]
-        return rollout_maps(self.model, rank.rank, tp, fused, vocab_multiple=self.rollout_multiple)
+        layout = self.layouts[rank.rollout]
+        return self._tables.rollout(layout.at(rank.rank, self.rollout_multiple))
 
-    def aliases(self) -> dict[str, str]:
-        """Second name -> first name of storage that a rollout ties."""
-        return rollout_aliases(self.model)
+    def aliases(self, rank: RankId | None = None) -> dict[str, str]:
+        """Second name -> first name of storage that a rollout rank ties; without a rank, under fused names."""
+        return self.model.aliases(rank is None or self.layouts[rank.rollout].fused)
 
     def shards(self, rank: int, checkpoint: Mapping[str, Tensor]) -> dict[str, torch.nn.Parameter]:
         """Live parameters of one trainer rank: its shards of ``checkpoint``, with their attributes, new storage."""
@@ -117,7 +133,7 @@ class Deployment:
         for name, row_map in self.trainer_maps[rank].items():
             tensor = local_tensor(row_map, self._outputs(row_map, checkpoint))
             parameter = torch.nn.Parameter(tensor, requires_grad=False)
-            self.attributes[name].stamp(parameter)
+            self.attributes[rank][name].stamp(parameter)
             params[name] = parameter
         return params
 
@@ -140,12 +156,3 @@ class Deployment:
 
     def _outputs(self, row_map: RowMap, checkpoint: Mapping[str, Tensor]) -> list[Tensor]:
         return [checkpoint[self.tensors[number].name] for number in row_map.outputs]
-
-    def _empty(self, name: str, layout: Layout, rank: int) -> Tensor:
-        attributes, heads = self.attributes[name], layout.heads
-        shape = list(layout.shape)
-        if heads is not None and heads.declared(name, attributes, self.tp):
-            shape[heads.dim] = heads.length(rank, self.tp)
-        elif attributes.sharded:
-            shape[attributes.partition_dim] //= self.tp
-        return attributes.stamp(torch.empty(shape, dtype=self.model.dtype, device="meta"))

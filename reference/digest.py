@@ -138,12 +138,10 @@ class OwnedDigest:
     def __init__(self, row_map: RowMap, metas: Sequence[ParamMeta]) -> None:
         self._width = row_map.width
         self._tables: list[tuple[int, Tensor, Tensor | None]] = []
-        for output, number in enumerate(row_map.outputs):
-            local, rows = row_map.local_rows(output, owned_only=True)
-            bases = rows * row_map.full_widths[output] + row_map.column
-            every = local.numel() == row_map.tensor.numel() and bool((local[1:] > local[:-1]).all())
-            if bases.numel() and self._width:
-                self._tables.append((key(metas[number]), bases, None if every else local))
+        if self._width:
+            for number, (bases, local) in zip(row_map.outputs, row_map.tables.owned_starts, strict=True):
+                if bases.numel():
+                    self._tables.append((key(metas[number]), bases, local))
 
     def of(self, tensor: Tensor) -> int:
         """The share of ``tensor``: the parameter, or a copy of it, of the map's dtype and shape."""

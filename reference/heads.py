@@ -7,12 +7,14 @@ to. A key/value head that several ranks hold is a replica, and the first of them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from weightsync.reference.errors import MissingTPAttributes, PlanMismatch
-from weightsync.reference.model import ModelShape
 from weightsync.reference.params import TPAttributes
 from weightsync.reference.shards import Interval
+
+if TYPE_CHECKING:
+    from weightsync.reference.model import ModelShape
 
 HeadOrder = Literal["query", "kv", "stacked", "grouped"]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from weightsync.reference.pieces import Piece
 from weightsync.reference.plan import GatherGroup, TransferPlan
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Joined:
     """The joined pieces of one group.
 
@@ -32,12 +33,20 @@ class Joined:
 
     def cut(self, spec: RangeSpec) -> Range:
         """The elements of one range, as views."""
-        for piece, (positions, bits) in zip(self.pieces, self.contents, strict=True):
-            if piece.tensor == spec.tensor and piece.base <= spec.base < piece.base + piece.count:
+        for number in self._by_tensor.get(spec.tensor, ()):
+            piece, (positions, bits) = self.pieces[number], self.contents[number]
+            if piece.base <= spec.base < piece.base + piece.count:
                 first = spec.first if positions is not None else spec.base - piece.base
                 taken = slice(first, first + spec.count)
                 return Range(spec, None if positions is None else positions[taken], bits[taken])
         raise PlanMismatch(f"{spec} is in no piece of the gathered group; encode the group that was gathered")
+
+    @cached_property
+    def _by_tensor(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            found.setdefault(piece.tensor, []).append(number)
+        return found
 
 
 def join_parts(

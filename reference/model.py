@@ -1,4 +1,4 @@
-"""ModelShape: the sizes of a dense decoder, and the checkpoint tensors they imply, in wire order."""
+"""ModelShape: the sizes of a dense decoder, Llama, Qwen2 or Qwen3, and its table of modules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.families.attention import Attention
+from weightsync.reference.families.basic import GatedMLP, Norm, padded_vocab
+from weightsync.reference.families.places import Decoder
+from weightsync.reference.families.sizes import require_groups, require_sizes
+from weightsync.reference.modules import Model, Placed
 from weightsync.reference.params import ParamMeta
 
+__all__ = ["ModelShape", "padded_vocab", "prefix"]
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
+
+@dataclass(frozen=True)
+class ModelShape(Model):
     """A Llama-, Qwen2- or Qwen3-shaped decoder: sizes only, no weights.
 
     Attributes:
@@ -41,94 +47,42 @@ class ModelShape:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise PlanMismatch(f"model {name} is {getattr(self, name)}, expected 1 or more; correct it")
-        if self.heads % self.kv_heads:
-            raise PlanMismatch(
-                f"model has {self.heads} query heads and {self.kv_heads} key/value heads, expected a whole "
-                "number of query heads per key/value head; correct the head counts"
-            )
+        require_sizes(self, "vocab", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim")
+        require_groups(self.heads, self.kv_heads)
 
-    def meta(self, name: str, *shape: int) -> ParamMeta:
-        """One tensor of this model."""
-        return ParamMeta(name, self.dtype, shape)
+    def modules(self) -> tuple[Placed, ...]:
+        """Embedding; per layer norm, attention, norm, MLP; norm and head."""
+        at, norm = Decoder(), Norm(self.hidden, dtype=self.dtype)
+        attention, mlp = self.attention(), GatedMLP(self.hidden, self.intermediate, self.dtype)
+        found = [at.embed(self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)]
+        for layer in range(self.layers):
+            found += [
+                at.layer(layer, norm, "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+                at.layer(layer, attention, "self_attn.", "self_attention."),
+                at.layer(layer, norm, "post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
+                at.layer(layer, mlp, "mlp.", "mlp."),
+            ]
+        found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
+        return tuple(found)
 
-    def attention(self, layer: int, kind: str = "weight") -> tuple[ParamMeta, ParamMeta, ParamMeta]:
-        """The q, k and v projections of one layer; ``kind`` is "weight" or "bias"."""
-        inputs = (self.hidden,) if kind == "weight" else ()
-        rows = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim)
-        q, k, v = (
-            self.meta(f"{prefix(layer)}.self_attn.{which}_proj.{kind}", count, *inputs)
-            for which, count in zip("qkv", rows, strict=True)
-        )
-        return q, k, v
-
-    def attention_out(self, layer: int) -> ParamMeta:
-        """The output projection of one layer's attention."""
-        return self.meta(f"{prefix(layer)}.self_attn.o_proj.weight", self.hidden, self.heads * self.head_dim)
-
-    def head_norms(self, layer: int) -> tuple[ParamMeta, ...]:
-        """The norms on query and key heads: two with ``qk_norm``, none without."""
-        which = ("q_norm", "k_norm") if self.qk_norm else ()
-        return tuple(self.meta(f"{prefix(layer)}.self_attn.{one}.weight", self.head_dim) for one in which)
-
-    def mlp(self, layer: int) -> tuple[ParamMeta, ParamMeta, ParamMeta]:
-        """The gate, up and down projections of one layer."""
-        start = f"{prefix(layer)}.mlp"
-        return (
-            self.meta(f"{start}.gate_proj.weight", self.intermediate, self.hidden),
-            self.meta(f"{start}.up_proj.weight", self.intermediate, self.hidden),
-            self.meta(f"{start}.down_proj.weight", self.hidden, self.intermediate),
-        )
-
-    def norms(self, layer: int) -> tuple[ParamMeta, ParamMeta]:
-        """The norms before attention and before the MLP of one layer."""
-        return (
-            self.meta(f"{prefix(layer)}.input_layernorm.weight", self.hidden),
-            self.meta(f"{prefix(layer)}.post_attention_layernorm.weight", self.hidden),
-        )
+    def attention(self) -> Attention:
+        """The attention of every layer."""
+        return Attention(
+            self.hidden, self.heads, self.kv_heads, self.head_dim, self.qk_norm, self.qkv_bias,
+            dtype=self.dtype,
+        )  # fmt: skip
 
     @property
     def embedding(self) -> ParamMeta:
         """The token embedding."""
-        return self.meta("model.embed_tokens.weight", self.vocab, self.hidden)
-
-    @property
-    def final_norm(self) -> ParamMeta:
-        """The norm before the head."""
-        return self.meta("model.norm.weight", self.hidden)
+        return ParamMeta("model.embed_tokens.weight", self.dtype, (self.vocab, self.hidden))
 
     @property
     def head(self) -> ParamMeta:
         """The output head; part of the checkpoint only when it is not tied."""
-        return self.meta("lm_head.weight", self.vocab, self.hidden)
-
-    def tensors(self) -> tuple[ParamMeta, ...]:
-        """Every checkpoint tensor in wire order; a tied head is absent, since it is sent once."""
-        listed = [self.embedding]
-        for layer in range(self.layers):
-            before_attention, before_mlp = self.norms(layer)
-            listed += [before_attention, *self.attention(layer)]
-            listed += self.attention(layer, "bias") if self.qkv_bias else ()
-            listed += [*self.head_norms(layer), self.attention_out(layer), before_mlp, *self.mlp(layer)]
-        listed += [self.final_norm] if self.tied else [self.final_norm, self.head]
-        return tuple(listed)
-
-    def numbers(self) -> dict[str, int]:
-        """Checkpoint tensor name -> its place in ``tensors()``."""
-        return {meta.name: number for number, meta in enumerate(self.tensors())}
+        return ParamMeta("lm_head.weight", self.dtype, (self.vocab, self.hidden))
 
 
 def prefix(layer: int) -> str:
     """What the checkpoint names of one layer start with."""
     return f"model.layers.{layer}"
-
-
-def padded_vocab(vocab: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` rows that holds ``vocab`` rows."""
-    if vocab < 1 or multiple < 1:
-        raise PlanMismatch(
-            f"vocabulary {vocab} padded to a multiple of {multiple}, expected 1 or more for both"
-        )
-    return -(-vocab // multiple) * multiple

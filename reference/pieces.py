@@ -88,13 +88,18 @@ def owned_rows(row_map: RowMap, output: int, piece: Piece) -> OwnedRows | None:
     if row_map.width == 0 or full_width == 0:
         return None
     local, rows = row_map.local_rows(output, owned_only=True)
+    end = row_map.tables.owned_ends[output]
+    if piece.base == 0 and piece.count >= end * full_width:
+        return _owned(row_map, full_width, local, rows) if end else None
     first, last = piece.base // full_width, (piece.base + piece.count) // full_width
     low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
     if low == high:
         return None
-    return OwnedRows(
-        row_map.name, local[low:high], rows[low:high] - first, row_map.width, full_width, row_map.column
-    )
+    return _owned(row_map, full_width, local[low:high], rows[low:high] - first)
+
+
+def _owned(row_map: RowMap, full_width: int, local: Tensor, rows: Tensor) -> OwnedRows:
+    return OwnedRows(row_map.name, local, rows, row_map.width, full_width, row_map.column)
 
 
 def told(row_map: RowMap, output: int, meta: ParamMeta) -> Tensor:

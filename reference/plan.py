@@ -21,7 +21,7 @@ from weightsync.reference.buckets import (
     RangeSpec,
 )
 from weightsync.reference.digest import dtype_name, wrap
-from weightsync.reference.encoding import ALIGNMENT, Encoding, cheapest, element_bytes, padded
+from weightsync.reference.encoding import ALIGNMENT, POSITION_BYTES, Encoding, cheapest, element_bytes, padded
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.pieces import OwnedRows, Piece, cut_pieces, owned_rows, told
@@ -56,12 +56,12 @@ class TransferPlan:
 
     Attributes:
         tensors: the checkpoint tensors in wire order; a tensor's number is its index here.
-        maps: [trainer rank][row], the rank's map of each runtime parameter, in one order on all ranks.
+        maps: [trainer rank][parameter], the rank's map of each runtime parameter; ranks may hold different ones.
         bucket_bytes: largest bucket on the wire, header included; only a single element may exceed it.
         piece_elements: from this many elements on, a tensor is cut into pieces.
 
     Raises:
-        PlanMismatch: ranks list other parameters, or a checkpoint element is not told exactly once.
+        PlanMismatch: a checkpoint element is not told exactly once, or its dtype is another one on a rank.
     """
 
     tensors: tuple[ParamMeta, ...]
@@ -72,13 +72,6 @@ class TransferPlan:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise PlanMismatch(f"bucket_bytes is {self.bucket_bytes}, expected at least 1; raise it")
-        for rank, rows in enumerate(self.maps):
-            names = [(row.name, row.outputs) for row in rows]
-            if names != [(row.name, row.outputs) for row in self.maps[0]]:
-                raise PlanMismatch(
-                    f"trainer rank {rank} lists other parameters or outputs than rank 0, expected one order "
-                    "on all ranks; build the maps from one layout table"
-                )
         self._check_told()
 
     @cached_property
@@ -98,11 +91,6 @@ class TransferPlan:
         lines = (f"{m.name}\0{dtype_name(m.dtype)}\0{','.join(map(str, m.shape))}\n" for m in self.tensors)
         return wrap(xxhash.xxh3_64_intdigest("".join(lines).encode()))
 
-    @property
-    def row_outputs(self) -> tuple[tuple[int, ...], ...]:
-        """Per row, the numbers of the checkpoint tensors that it feeds."""
-        return tuple(row.outputs for row in self.maps[0]) if self.maps else ()
-
     def tensor_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Changed elements per checkpoint tensor, from those per piece."""
         totals = [0] * len(self.tensors)
@@ -116,20 +104,28 @@ class TransferPlan:
         A piece travels dense in a full update, and where that takes no more bytes. A group is closed before
         it exceeds ``bucket_bytes``; a piece that exceeds it alone is a group of several buckets.
         """
+        if counts is None:
+            return self._full_groups
+        return self._grouped(counts)
+
+    @cached_property
+    def _full_groups(self) -> tuple[GatherGroup, ...]:
+        return self._grouped(None)
+
+    def _grouped(self, counts: Sequence[int] | None) -> tuple[GatherGroup, ...]:
         groups: list[GatherGroup] = []
         waiting: list[RangeSpec] = []
         numbers: list[int] = []
         filled = HEADER_BYTES
-        for number, one in self._ranges(counts):
-            size = TABLE_ENTRY_BYTES + padded(one.section_bytes(self.tensors[one.tensor].itemsize))
-            if waiting and filled + size > self.bucket_bytes:
-                groups.append(self._close(numbers, waiting))
+        for number, one, nbytes in self._ranges(counts):
+            if waiting and filled + nbytes > self.bucket_bytes:
+                groups.append(self._close(numbers, waiting, filled))
                 numbers, waiting, filled = [], [], HEADER_BYTES
             numbers.append(number)
             waiting.append(one)
-            filled += size
+            filled += nbytes
         if waiting:
-            groups.append(self._close(numbers, waiting))
+            groups.append(self._close(numbers, waiting, filled))
         return tuple(groups)
 
     def part_bytes(self, group: GatherGroup, rank: int, rank_counts: Sequence[int]) -> int:
@@ -137,11 +133,11 @@ class TransferPlan:
 
         ``rank_counts`` are its own changed elements per piece; they play no part for dense pieces.
         """
-        total = 0
+        owned, itemsizes, total = self._owned_lists[rank], self._itemsizes, 0
         for number, dense in zip(group.pieces, group.dense, strict=True):
-            itemsize = self.tensors[self.pieces[number].tensor].itemsize
-            count = self.owned(rank, number) if dense else rank_counts[number]
-            total += padded(count * element_bytes(Encoding.DENSE if dense else Encoding.INT32, itemsize))
+            count = owned[number] if dense else rank_counts[number]
+            if count:
+                total += padded(count * (itemsizes[number] if dense else itemsizes[number] + POSITION_BYTES))
         return total
 
     def update_bytes(self, counts: Sequence[int] | None) -> int:
@@ -150,47 +146,83 @@ class TransferPlan:
 
     def owned(self, rank: int, piece: int) -> int:
         """Elements of a piece that trainer ``rank`` speaks for."""
-        return self._owned[rank][piece]
+        return self._owned_lists[rank][piece]
 
     def owned_rows(self, rank: int, piece: int) -> tuple[OwnedRows, ...]:
         """Where trainer ``rank`` holds its elements of a piece: one entry per runtime parameter that feeds
         it.
         """
-        return self._rows[rank][piece]
+        return self._rows[rank].get(piece, ())
 
     @cached_property
-    def _rows(self) -> tuple[tuple[tuple[OwnedRows, ...], ...], ...]:
-        """[rank][piece]."""
-        return tuple(
-            tuple(
-                tuple(
-                    found
-                    for row, output in self._feeds[piece.tensor]
-                    if (found := owned_rows(rows[row], output, piece)) is not None
-                )
-                for piece in self.pieces
-            )
-            for rows in self.maps
-        )
+    def _rows(self) -> tuple[dict[int, tuple[OwnedRows, ...]], ...]:
+        """Per rank, the pieces that it tells something of."""
+        found = []
+        for feeds in self._feeds:
+            rows: dict[int, tuple[OwnedRows, ...]] = {}
+            for tensor, fed_by in feeds.items():
+                for number in self._pieces_of[tensor]:
+                    parts = [owned_rows(one, output, self.pieces[number]) for one, output in fed_by]
+                    if told_rows := tuple(part for part in parts if part is not None):
+                        rows[number] = told_rows
+            found.append(rows)
+        return tuple(found)
 
     @cached_property
-    def _owned(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sum(one.numel for one in found) for found in pieces) for pieces in self._rows)
+    def _owned_lists(self) -> tuple[list[int], ...]:
+        """Elements, [rank][piece]."""
+        found = []
+        for rows in self._rows:
+            counts = [0] * len(self.pieces)
+            for number, parts in rows.items():
+                counts[number] = sum(one.numel for one in parts)
+            found.append(counts)
+        return tuple(found)
 
     @cached_property
-    def _feeds(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per tensor, (row, output of that row's map) of each runtime parameter that feeds it."""
-        feeds: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
-        for row, outputs in enumerate(self.row_outputs):
-            for output, number in enumerate(outputs):
-                feeds[number].append((row, output))
-        return tuple(map(tuple, feeds))
+    def _pieces_of(self) -> list[list[int]]:
+        """Per tensor, the numbers of its pieces."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for number, piece in enumerate(self.pieces):
+            found[piece.tensor].append(number)
+        return found
+
+    @cached_property
+    def _itemsizes(self) -> list[int]:
+        """Per piece, bytes of an element."""
+        return [self.tensors[piece.tensor].itemsize for piece in self.pieces]
+
+    @cached_property
+    def _feeds(self) -> tuple[dict[int, list[tuple[RowMap, int]]], ...]:
+        """Per rank and tensor that it tells something of: the maps that do, each with the tensor's output there."""
+        found = []
+        for maps in self.maps:
+            feeds: dict[int, list[tuple[RowMap, int]]] = {}
+            for one in maps:
+                for output in one.tables.owned_outputs:
+                    feeds.setdefault(one.outputs[output], []).append((one, output))
+            found.append(feeds)
+        return tuple(found)
 
     def _check_told(self) -> None:
-        for number, meta in enumerate(self.tensors):
-            counts = [
-                told(rows[row], output, meta) for rows in self.maps for row, output in self._feeds[number]
-            ]
+        """Tensors that are told by the same tables are checked once."""
+        known: set[tuple[object, ...]] = set()
+        fed_by: list[list[tuple[RowMap, int]]] = [[] for _ in self.tensors]
+        for by_tensor in self._feeds:
+            for number, feeds in by_tensor.items():
+                fed_by[number] += feeds
+        for meta, feeds in zip(self.tensors, fed_by, strict=True):
+            for one, _ in feeds:
+                if one.dtype != meta.dtype:
+                    raise PlanMismatch(
+                        f"parameter {one.name!r} tells {one.dtype} of checkpoint tensor {meta.name!r}, expected "
+                        f"{meta.dtype}; correct the layout table"
+                    )
+            told_by = (meta.shape, *((id(one.tables), one.width, output) for one, output in feeds))
+            if told_by in known:
+                continue
+            known.add(told_by)
+            counts = [told(one, output, meta) for one, output in feeds]
             total = torch.stack(counts).sum(0) if counts else torch.zeros(1, dtype=torch.int64)
             width = meta.numel // total.numel() if total.numel() else 0
             wrong = (total != width).nonzero()
@@ -201,28 +233,36 @@ class TransferPlan:
                     f"the trainer's ranks, expected {width}; correct the layout table or the attributes"
                 )
 
-    def _ranges(self, counts: Sequence[int] | None) -> Iterator[tuple[int, RangeSpec]]:
+    def _ranges(self, counts: Sequence[int] | None) -> Iterator[tuple[int, RangeSpec, int]]:
+        """Per piece with a change: its number, all of it as one range, and the bytes it adds to a bucket."""
         if counts is not None and len(counts) != len(self.pieces):
             raise PlanMismatch(
                 f"{len(counts)} counts were given, expected {len(self.pieces)}, one per piece of the plan; "
                 "exchange the counts of one plan"
             )
+        itemsizes = self._itemsizes
         for number, piece in enumerate(self.pieces):
-            count = piece.count if counts is None else counts[number]
-            if not 0 <= count <= piece.count:
+            whole = piece.count
+            count = whole if counts is None else counts[number]
+            if not 0 <= count <= whole:
                 raise PlanMismatch(
                     f"tensor {self.tensors[piece.tensor].name!r} has {count} changed elements from position "
-                    f"{piece.base}, expected 0 to {piece.count}; exchange the counts of one plan"
+                    f"{piece.base}, expected 0 to {whole}; exchange the counts of one plan"
                 )
             if count == 0:
                 continue
-            itemsize = self.tensors[piece.tensor].itemsize
-            encoding = Encoding.DENSE if counts is None else cheapest(count, piece.count, itemsize)
-            length = piece.count if encoding is Encoding.DENSE else count
-            yield number, RangeSpec(piece.tensor, encoding, piece.base, length)
+            itemsize = itemsizes[number]
+            if counts is None or cheapest(count, whole, itemsize) is Encoding.DENSE:
+                one, nbytes = RangeSpec(piece.tensor, Encoding.DENSE, piece.base, whole), whole * itemsize
+            else:
+                one = RangeSpec(piece.tensor, Encoding.INT32, piece.base, count)
+                nbytes = count * (itemsize + POSITION_BYTES)
+            yield number, one, TABLE_ENTRY_BYTES + padded(nbytes)
 
-    def _close(self, numbers: Sequence[int], ranges: Sequence[RangeSpec]) -> GatherGroup:
+    def _close(self, numbers: Sequence[int], ranges: Sequence[RangeSpec], nbytes: int) -> GatherGroup:
         dense = tuple(one.encoding is Encoding.DENSE for one in ranges)
+        if nbytes <= self.bucket_bytes:
+            return GatherGroup(tuple(numbers), dense, (BucketSpec(tuple(ranges), nbytes),))
         buckets: list[BucketSpec] = []
         filling: list[RangeSpec] = []
         used = HEADER_BYTES

@@ -24,8 +24,8 @@ class Progress:
 
     def reset(self) -> None:
         """Forget the update."""
-        self._next: dict[int, int] = {}
-        self._before: dict[int, int] = {}
+        self._done: dict[int, int] = {}  # tensor -> positions named up to here
+        self._before: dict[int, int] = {}  # the same before the latest bucket, of the tensors in it
         self._sizes: list[int] = []
 
     def advance(
@@ -63,13 +63,17 @@ class Progress:
                 f"bucket {sequence} of version {version} follows {len(self._sizes)} validated buckets, "
                 "expected the next one or the latest again; validate every bucket in order"
             )
-        done = dict(self._next if sequence == len(self._sizes) else self._before)
-        before = dict(done)
+        earlier = self._before if sequence == len(self._sizes) - 1 else {}
+        told: dict[int, int] = {}
         for one in ranges:
-            done[one.spec.tensor] = self._follow(one, done.get(one.spec.tensor, 0), header.kind)
+            number = one.spec.tensor
+            start = told.get(number, earlier.get(number, self._done.get(number, 0)))
+            told[number] = self._follow(one, start, header.kind)
         if end is not None:
-            self._check_end(end, done, full=base == NO_BASE, sequence=sequence)
-        self._before, self._next = before, done
+            self._check_end(end, {**self._done, **earlier}, full=base == NO_BASE, sequence=sequence)
+        self._done.update(earlier)
+        self._before = {number: self._done.get(number, 0) for number in told}
+        self._done.update(told)
         self._sizes[sequence:] = [HEADER_BYTES + header.payload_bytes]
 
     def _follow(self, one: Range, start: int, kind: str) -> int:

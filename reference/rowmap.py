@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import ParamMeta, int_view
+from weightsync.reference.rowtables import RowTables, by_output
 
 
 def rows_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -53,6 +53,21 @@ class RowMap:
     full_widths: tuple[int, ...]
     column: int
     owned: Tensor
+    tables: RowTables = field(init=False, repr=False)
+    """What is asked of the tables; one object for all maps that ``moved`` made of one another."""
+
+    def __post_init__(self) -> None:
+        tables = RowTables(self.tensor, self.row, self.owned, self.full_widths, self.column)
+        object.__setattr__(self, "tables", tables)
+
+    def moved(
+        self, name: str, outputs: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> RowMap:
+        """The same tables for another parameter, cut alike, of other checkpoint tensors of equal shapes."""
+        other = object.__new__(RowMap)
+        other.__dict__.update(self.__dict__)
+        other.__dict__.update(name=name, outputs=outputs or self.outputs, dtype=dtype or self.dtype)
+        return other
 
     def to_checkpoint(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Checkpoint coordinates of flat local ``positions`` (n,) int64.
@@ -62,8 +77,8 @@ class RowMap:
         the caller drops those.
         """
         row, offset = self._divide(positions, self.width)
-        output = self._told[row]
-        return output, (self._starts[row] + offset).where(output >= 0, 0)
+        output = self.tables.told[row]
+        return output, (self.tables.starts[row] + offset).where(output >= 0, 0)
 
     def to_local(self, output: int, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the checkpoint positions ``flat`` (n,) int64 this rank holds, and where.
@@ -73,7 +88,7 @@ class RowMap:
         """
         row, offset = self._divide(flat, self.full_widths[output])
         offset = offset - self.column
-        inverse = self._inverse[output]
+        inverse = self.tables.inverse[output]
         held = (row < len(inverse)) & (offset >= 0) & (offset < self.width)
         local = inverse[row.where(held, len(inverse) - 1)] if len(inverse) else torch.full_like(row, -1)
         held &= local >= 0
@@ -84,41 +99,16 @@ class RowMap:
 
         ``local.view(R, width)[local_rows]`` is ``full.view(-1, full_width)[rows, column : column + width]``.
         """
-        wanted = self.tensor == output
-        if owned_only:
-            wanted &= self.owned
-        local = wanted.nonzero().reshape(-1)
-        rows, order = self.row[local].sort()
-        return local[order], rows
+        tables = self.tables
+        return tables.owned_rows[output] if owned_only else tables.held_rows[output]
 
     def elements(self, output: int) -> int:
         """Elements of one output that this rank holds."""
-        return int((self.tensor == output).sum()) * self.width
+        return self.tables.held_rows[output][0].numel() * self.width
 
     def owned_elements(self, output: int) -> int:
         """Elements of one output that this rank speaks for."""
-        return int(((self.tensor == output) & self.owned).sum()) * self.width
-
-    @cached_property
-    def _told(self) -> Tensor:
-        """Per local row: the output that this rank tells, or -1."""
-        return self.tensor.where(self.owned, -1)
-
-    @cached_property
-    def _starts(self) -> Tensor:
-        """Per local row: flat position, in its output, of the row's first element."""
-        return self.row * torch.tensor(self.full_widths)[self.tensor.long()] + self.column
-
-    @cached_property
-    def _inverse(self) -> tuple[Tensor, ...]:
-        """Per output: checkpoint row -> local row, -1 where this rank does not hold it."""
-        tables = []
-        for output in range(len(self.outputs)):
-            local, rows = self.local_rows(output, owned_only=False)
-            table = torch.full((int(rows[-1]) + 1 if len(rows) else 0,), -1, dtype=torch.int64)
-            table[rows] = local
-            tables.append(table)
-        return tuple(tables)
+        return self.tables.owned_rows[output][0].numel() * self.width
 
     @staticmethod
     def _divide(positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -184,10 +174,10 @@ def export(
                 )
             output, flat = row_map.to_checkpoint(torch.arange(tensor.numel()))
             bits = int_view(tensor)
-            for index, number in enumerate(row_map.outputs):
-                chosen = output == index
-                int_view(full[number])[flat[chosen]] = bits[chosen]
-                told[number].index_add_(0, flat[chosen], torch.ones(int(chosen.sum()), dtype=torch.int32))
+            for index, chosen in by_output(output, len(row_map.outputs)):
+                number, at = row_map.outputs[index], flat[chosen]
+                int_view(full[number])[at] = bits[chosen]
+                told[number].index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
     for meta, count in zip(metas, told, strict=True):
         if not bool((count == 1).all()):
             first = int((count != 1).nonzero()[0])

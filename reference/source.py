@@ -15,8 +15,10 @@ from weightsync.reference.encoding import as_bytes, padded, write_section
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
 from weightsync.reference.params import int_view
+from weightsync.reference.pieces import Piece
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.rowtables import by_output
 from weightsync.reference.snapshot import SnapshotSlots
 from weightsync.reference.steps import Step, Touched
 
@@ -245,9 +247,7 @@ class Source:
         for number, piece in enumerate(self.plan.pieces):
             if piece.tensor in merged:
                 flat, new, _ = merged[piece.tensor]
-                low, high = torch.searchsorted(
-                    flat, torch.tensor([piece.base, piece.base + piece.count])
-                ).tolist()
+                low, high = _window(flat, piece, self.plan.tensors[piece.tensor].numel)
                 if high > low:
                     counts[number] = high - low
                     patches[number] = ((flat[low:high] - piece.base).to(torch.int32), new[low:high])
@@ -264,11 +264,9 @@ def _collect(
         return
     output, flat = row_map.to_checkpoint(local)
     new_bits, old_bits = int_view(new), int_view(old)
-    for index, number in enumerate(row_map.outputs):
-        chosen = (output == index).nonzero().reshape(-1)
-        if chosen.numel():
-            at = local[chosen]
-            found.setdefault(number, []).append((flat[chosen], new_bits[at], old_bits[at]))
+    for index, chosen in by_output(output, len(row_map.outputs)):
+        at = local[chosen]
+        found.setdefault(row_map.outputs[index], []).append((flat[chosen], new_bits[at], old_bits[at]))
 
 
 def _merge(several: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,6 +275,14 @@ def _merge(several: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Te
         flat, order = flat.sort()
         new, old = new[order], old[order]
     return flat, new, old
+
+
+def _window(flat: Tensor, piece: Piece, numel: int) -> tuple[int, int]:
+    """Where the ascending positions ``flat`` of a tensor of ``numel`` elements enter and leave the piece."""
+    if piece.count == numel:
+        return 0, flat.numel()
+    low, high = torch.searchsorted(flat, torch.tensor([piece.base, piece.base + piece.count])).tolist()
+    return low, high
 
 
 def _reader(read: Callable[[Tensor], Tensor], tensor: Tensor, out: Tensor) -> Callable[[], None]:

@@ -66,7 +66,7 @@ class Right(HostMemory, BackendConformance):
         return self.source(plan, rank, params)
 
     def make_target(self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor]) -> Target:
-        maps, aliases = deployment.rollout_maps(rank), deployment.aliases()
+        maps, aliases = deployment.rollout_maps(rank), deployment.aliases(rank)
         return self.target(deployment.tensors, maps, weights, aliases)
 
     def make_world(self) -> World:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weightsync.cli.model.config import CheckpointError, DecoderConfig, read_config
+from weightsync.reference.model import ModelShape
+from weightsync.reference.modules import Model
 from weightsync.reference.params import ParamMeta, same_bits
 
 INDEX = "model.safetensors.index.json"
@@ -94,15 +96,8 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """
     config = read_config(folder / "config.json")
     files = _files(folder)
-    metas = config.shape.tensors()
-    _require(folder, metas, files)
-    weights: dict[str, Tensor] = {}
-    for path in sorted(set(files.values())):
-        with _open(path) as opened:
-            for meta in metas:
-                if files[meta.name] == path:
-                    weights[meta.name] = _tensor(path, meta, opened.get_tensor(meta.name))
-    extra = set(files) - {meta.name for meta in metas}
+    weights = _read(folder, config.shape.tensors(), files)
+    extra = set(files) - set(weights)
     head = config.shape.head
     if config.shape.tied and head.name in extra:
         extra.remove(head.name)
@@ -114,8 +109,29 @@ def load_checkpoint(folder: Path) -> Checkpoint:
                 f"{head.name!r} differs "
                 f"from {config.shape.embedding.name!r}; expected equal bits, so set the key to false"
             )
-    ordered = {meta.name: weights[meta.name] for meta in metas}
-    return Checkpoint(folder, config, ordered, tuple(sorted(extra)))
+    return Checkpoint(folder, config, weights, tuple(sorted(extra)))
+
+
+def load_weights(folder: Path, model: Model) -> dict[str, Tensor]:
+    """Hugging Face name -> whole tensor of a folder of any family, in wire order; what no module names is left out.
+
+    Raises:
+        CheckpointError: as ``load_checkpoint``.
+    """
+    if isinstance(model, ModelShape):
+        return load_checkpoint(folder).weights
+    return _read(folder, model.tensors(), _files(folder))
+
+
+def _read(folder: Path, metas: tuple[ParamMeta, ...], files: Mapping[str, Path]) -> dict[str, Tensor]:
+    _require(folder, metas, files)
+    weights: dict[str, Tensor] = {}
+    for path in sorted({files[meta.name] for meta in metas}):
+        with _open(path) as opened:
+            for meta in metas:
+                if files[meta.name] == path:
+                    weights[meta.name] = _tensor(path, meta, opened.get_tensor(meta.name))
+    return {meta.name: weights[meta.name] for meta in metas}
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -106,20 +106,27 @@ def read_config(path: Path) -> DecoderConfig:
         raise CheckpointError(
             f"{path} holds a {type(raw).__name__}; expected a JSON object of configuration keys"
         )
-    return _Keys(path, raw).config()
+    return _config(Keys(path, raw))
 
 
 @dataclass(frozen=True)
-class _Keys:
-    """Typed look-ups in one configuration, so that each error names the key and the file."""
+class Keys:
+    """Typed look-ups in one configuration, so that each error names the key and the file.
 
-    path: Path
+    Attributes:
+        path: the file, or what else errors are to name.
+        raw: its keys.
+    """
+
+    path: Path | str
     raw: Mapping[str, Any]
 
     def fail(self, key: str, found: object, expected: str) -> CheckpointError:
+        """The error for a key that holds ``found``."""
         return CheckpointError(f"{self.path}: key {key!r} is {found!r}; expected {expected}")
 
     def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer; one that is missing is ``default``, or an error without."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
@@ -129,13 +136,22 @@ class _Keys:
             raise self.fail(key, value, "a positive integer")
         return value
 
+    def count(self, key: str) -> int:
+        """An integer of 0 or more; null counts as 0."""
+        value = self.raw.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise self.fail(key, value, "an integer of 0 or more")
+        return value or 0
+
     def number(self, raw: Mapping[str, Any], key: str, default: float) -> float:
+        """A positive number of ``raw``."""
         value = raw.get(key, default)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise self.fail(key, value, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -144,78 +160,82 @@ class _Keys:
         return value
 
     def refuse(self, key: str, allowed: tuple[object, ...], why: str) -> None:
+        """Refuse a key that holds anything but the ``allowed`` values."""
         if key in self.raw and self.raw[key] not in allowed:
             raise self.fail(key, self.raw[key], f"{allowed[0]!r}: {why}")
 
-    def config(self) -> DecoderConfig:
-        kind = self.raw.get("model_type")
-        if kind not in MODEL_TYPES:
-            raise self.fail("model_type", kind, "one of " + ", ".join(MODEL_TYPES))
-        self.refuse("hidden_act", ("silu", "swish"), "the gated MLP is SwiGLU")
-        self.refuse("mlp_bias", (False, None), "the MLP has no biases")
-        self.refuse("partial_rotary_factor", (1.0, 1, None), "every head dimension is rotated")
-        self.refuse("quantization_config", (None,), "the trainer holds unquantised weights")
-        if kind == "mistral":
-            self.refuse("sliding_window", (None,), "attention looks at the whole prefix")
-        self.refuse("use_sliding_window", (False, None), "attention looks at the whole prefix")
-        if kind != "qwen2":
-            self.refuse("attention_bias", (False, None), "only Qwen2's q, k and v have biases")
-        heads, hidden = self.size("num_attention_heads"), self.size("hidden_size")
-        kv_heads = self.size("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise self.fail(
-                "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, which is {heads}"
-            )
-        if kind != "qwen3" and self.raw.get("head_dim") is None and hidden % heads:
-            raise self.fail("num_attention_heads", heads, f"a divisor of hidden_size {hidden}, or a head_dim")
-        head_dim = self.size("head_dim", None if kind == "qwen3" else hidden // heads)
-        if head_dim % 2:
-            raise self.fail("head_dim", head_dim, "an even number: rotary embeddings turn pairs")
-        theta, scaling = self.rope()
-        return DecoderConfig(
-            model_type=kind,
-            shape=ModelShape(
-                vocab=self.size("vocab_size"),
-                hidden=hidden,
-                intermediate=self.size("intermediate_size"),
-                layers=self.size("num_hidden_layers"),
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                tied=self.flag("tie_word_embeddings", False),
-                qk_norm=kind == "qwen3",
-                qkv_bias=kind == "qwen2",
-                dtype=self.dtype(),
-            ),
-            eps=self.number(self.raw, "rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            max_positions=self.size("max_position_embeddings", 4096),
-        )
-
-    def dtype(self) -> torch.dtype:
-        key = "dtype" if "dtype" in self.raw else "torch_dtype"
+    def dtype(self, prefix: str = "") -> torch.dtype:
+        """The dtype of every tensor, under either of its keys."""
+        key = f"{prefix}dtype" if f"{prefix}dtype" in self.raw else f"{prefix}torch_dtype"
         name = self.raw.get(key, "bfloat16")
         if name not in DTYPES:
             raise self.fail(key, name, "one of " + ", ".join(DTYPES))
         return DTYPES[name]
 
-    def rope(self) -> tuple[float, RopeScaling | None]:
-        key = "rope_parameters" if self.raw.get("rope_parameters") else "rope_scaling"
-        rope = self.raw.get(key) or {}
-        if not isinstance(rope, dict):
-            raise self.fail(key, rope, "a JSON object or null")
-        theta = self.number(rope if "rope_theta" in rope else self.raw, "rope_theta", 10_000.0)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "default":
-            return theta, None
-        if kind != "llama3":
-            raise self.fail(f"{key}.rope_type", kind, "'default' or 'llama3'")
-        original = rope.get("original_max_position_embeddings", 0)
-        if not isinstance(original, int) or original < 1:
-            raise self.fail(f"{key}.original_max_position_embeddings", original, "a positive integer")
-        low = self.number(rope, "low_freq_factor", 1.0)
-        high = self.number(rope, "high_freq_factor", 4.0)
-        if high <= low:
-            raise self.fail(f"{key}.high_freq_factor", high, f"more than low_freq_factor, which is {low}")
-        return theta, RopeScaling(self.number(rope, "factor", 1.0), low, high, original)
+
+def _config(keys: Keys) -> DecoderConfig:
+    kind = keys.raw.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise keys.fail("model_type", kind, "one of " + ", ".join(MODEL_TYPES))
+    keys.refuse("hidden_act", ("silu", "swish"), "the gated MLP is SwiGLU")
+    keys.refuse("mlp_bias", (False, None), "the MLP has no biases")
+    keys.refuse("partial_rotary_factor", (1.0, 1, None), "every head dimension is rotated")
+    keys.refuse("quantization_config", (None,), "the trainer holds unquantised weights")
+    if kind == "mistral":
+        keys.refuse("sliding_window", (None,), "attention looks at the whole prefix")
+    keys.refuse("use_sliding_window", (False, None), "attention looks at the whole prefix")
+    if kind != "qwen2":
+        keys.refuse("attention_bias", (False, None), "only Qwen2's q, k and v have biases")
+    heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
+    kv_heads = keys.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise keys.fail(
+            "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, which is {heads}"
+        )
+    if kind != "qwen3" and keys.raw.get("head_dim") is None and hidden % heads:
+        raise keys.fail("num_attention_heads", heads, f"a divisor of hidden_size {hidden}, or a head_dim")
+    head_dim = keys.size("head_dim", None if kind == "qwen3" else hidden // heads)
+    if head_dim % 2:
+        raise keys.fail("head_dim", head_dim, "an even number: rotary embeddings turn pairs")
+    theta, scaling = _rope(keys)
+    return DecoderConfig(
+        model_type=kind,
+        shape=ModelShape(
+            vocab=keys.size("vocab_size"),
+            hidden=hidden,
+            intermediate=keys.size("intermediate_size"),
+            layers=keys.size("num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            tied=keys.flag("tie_word_embeddings", False),
+            qk_norm=kind == "qwen3",
+            qkv_bias=kind == "qwen2",
+            dtype=keys.dtype(),
+        ),
+        eps=keys.number(keys.raw, "rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=keys.size("max_position_embeddings", 4096),
+    )
+
+
+def _rope(keys: Keys) -> tuple[float, RopeScaling | None]:
+    key = "rope_parameters" if keys.raw.get("rope_parameters") else "rope_scaling"
+    rope = keys.raw.get(key) or {}
+    if not isinstance(rope, dict):
+        raise keys.fail(key, rope, "a JSON object or null")
+    theta = keys.number(rope if "rope_theta" in rope else keys.raw, "rope_theta", 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise keys.fail(f"{key}.rope_type", kind, "'default' or 'llama3'")
+    original = rope.get("original_max_position_embeddings", 0)
+    if not isinstance(original, int) or original < 1:
+        raise keys.fail(f"{key}.original_max_position_embeddings", original, "a positive integer")
+    low = keys.number(rope, "low_freq_factor", 1.0)
+    high = keys.number(rope, "high_freq_factor", 4.0)
+    if high <= low:
+        raise keys.fail(f"{key}.high_freq_factor", high, f"more than low_freq_factor, which is {low}")
+    return theta, RopeScaling(keys.number(rope, "factor", 1.0), low, high, original)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,16 +25,16 @@ class ShardedModel:
     def __init__(self, deployment: Deployment, weights: Mapping[str, Tensor]) -> None:
         self.deployment = deployment
         self.params: tuple[dict[str, Parameter], ...] = tuple(
-            deployment.shards(rank, weights) for rank in range(deployment.tp)
+            deployment.shards(rank, weights) for rank in range(len(deployment.trainers))
         )
         self._float_maps = tuple(
-            {name: replace(row_map, dtype=torch.float32) for name, row_map in maps.items()}
+            {name: row_map.moved(name, dtype=torch.float32) for name, row_map in maps.items()}
             for maps in deployment.trainer_maps
         )
         self._padded = {
-            deployment.tensors[row_map.outputs[0]].name: name
+            deployment.tensors[row_map.outputs[0]].name
             for maps in deployment.trainer_maps
-            for name, row_map in maps.items()
+            for row_map in maps.values()
             if bool((row_map.tensor < 0).any())
         }
 
@@ -54,8 +53,11 @@ class ShardedModel:
                     local, rows = row_map.local_rows(output, owned_only=True)
                     target = int_view(full[self.deployment.tensors[number].name])
                     target.view(-1, row_map.full_widths[output])[rows, columns] = source[local]
-        for checkpoint_name, name in self._padded.items():
-            full[checkpoint_name] = shards.join([params[name].detach() for params in self.params], 0)
+        for checkpoint_name in self._padded:
+            parts = [
+                part for rank in range(len(self.params)) for part in self._speaking(rank, checkpoint_name)
+            ]
+            full[checkpoint_name] = shards.join(parts, 0)
         return full
 
     def cut(self, rank: int, joined: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -65,6 +67,19 @@ class ShardedModel:
             name: local_tensor(row_map, [joined[names[number]] for number in row_map.outputs])
             for name, row_map in self._float_maps[rank].items()
         }
-        for checkpoint_name, name in self._padded.items():
-            parts[name] = shards.split(joined[checkpoint_name], self.deployment.tp, rank, 0)
+        layout = self.deployment.trainer_layout
+        for name, row_map in self._float_maps[rank].items():
+            if names[row_map.outputs[0]] in self._padded:
+                whole = joined[names[row_map.outputs[0]]]
+                parts[name] = shards.split(whole, layout.tp, self.deployment.at(rank).tp_rank, 0)
         return parts
+
+    def _speaking(self, rank: int, checkpoint_name: str) -> list[Tensor]:
+        """The rank's part of a vocabulary matrix, where the rank is no replica and the matrix no tied copy."""
+        held = self.deployment.tables[rank].items() if self.deployment.at(rank).speaks else ()
+        return [
+            self.params[rank][name].detach()
+            for name, one in held
+            if self.deployment.tensors[one.row_map.outputs[0]].name == checkpoint_name
+            and "shared" not in one.param.attributes.values
+        ]

@@ -178,11 +178,11 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], tp: TensorPar
             if fused is not None
             else (weights[f"{mlp}.gate_proj.weight"], weights[f"{mlp}.up_proj.weight"])
         )
-        before_attention, before_mlp = shape.norms(number)
+        norm = f"{prefix(number)}.{{}}_layernorm.weight"
         layers.append(
             Layer(
-                (weights[before_attention.name], weights[before_mlp.name]),
-                Attention(q, k, v, biases, norms, weights[shape.attention_out(number).name]),
+                (weights[norm.format("input")], weights[norm.format("post_attention")]),
+                Attention(q, k, v, biases, norms, weights[f"{attention}.o_proj.weight"]),
                 gate,
                 up,
                 weights[f"{mlp}.down_proj.weight"],
@@ -192,7 +192,7 @@ def rollout_view(shape: ModelShape, weights: Mapping[str, Tensor], tp: TensorPar
     head = embedding if shape.tied else weights[shape.head.name]
     rows, first_token = _vocabulary(embedding, tp)
     return LocalModel(
-        shape, heads, embedding, head, rows, first_token, tuple(layers), weights[shape.final_norm.name]
+        shape, heads, embedding, head, rows, first_token, tuple(layers), weights["model.norm.weight"]
     )
 
 

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from weightsync.backends.registry import Registry
 from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import BackendUnavailable
+from weightsync.reference.families import DeepSeek
 from weightsync.reference.model import ModelShape
+from weightsync.reference.parallel import TrainerLayout
 from weightsync.reference.params import int_view
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.testing.faults import tiny_deployment
@@ -32,6 +34,10 @@ NORMED = ModelShape(
     dtype=torch.float8_e4m3fn,
 )  # fmt: skip
 NINE_TO_THREE = ModelShape(vocab=6, hidden=3, intermediate=6, layers=1, heads=9, kv_heads=3, head_dim=2)
+LATENT = DeepSeek(
+    vocab=5, hidden=2, intermediate=4, expert_intermediate=2, experts=4, layers=2, heads=2, kv_rank=2, nope=1,
+    rope=1, value=2, q_rank=2,
+)  # fmt: skip
 DEPLOYMENTS: Mapping[str, Deployment] = {
     "tiny-fault": tiny_deployment(),
     "from one rank to two and one": Deployment(
@@ -40,6 +46,14 @@ DEPLOYMENTS: Mapping[str, Deployment] = {
     "float8, from two ranks to two": Deployment(NORMED, 2, (RolloutLayout(2, False),), 192, 4, 8),
     "nine query and three key heads, two ranks to two": Deployment(
         NINE_TO_THREE, 2, (RolloutLayout(2, True), RolloutLayout(1, False)), 256, 3, 4
+    ),
+    "experts and fp32 buffers, two stages of two ranks to experts of other ranks": Deployment(
+        LATENT,
+        TrainerLayout(2, pp=2, ep=2, etp=1),
+        (RolloutLayout(2, True, 2), RolloutLayout(2, False)),
+        512,
+        2,
+        4,
     ),
 }
 RECEIVE = pytest.mark.parametrize("receive", ["stage", "stream"])

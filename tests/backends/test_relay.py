@@ -76,7 +76,7 @@ class World:
         world = InprocessWorld()
         self.history = History(TINY)
         zeros = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in TINY.tensors}
-        self.params = [TINY.shards(rank, zeros) for rank in range(TINY.tp)]
+        self.params = [TINY.shards(rank, zeros) for rank in range(len(TINY.trainers))]
         self.trainers = [
             Trainer(
                 world.verbs(rank, Source(TINY.plan, rank.rank, self.params[rank.rank])),

@@ -51,7 +51,7 @@ class OtherReplicas(HostMemory):
     def make_target(self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor]) -> Any:
         maps = deployment.rollout_maps(rank)
         changed = {name: self.change(one) if "qkv" in name else one for name, one in maps.items()}
-        return Target(deployment.tensors, changed, weights, deployment.aliases())
+        return Target(deployment.tensors, changed, weights, deployment.aliases(rank))
 
 
 def test_replicas_that_count_twice_are_found_by_the_digest() -> None:

@@ -44,7 +44,7 @@ async def joined(store: Any, me: RankId, local: Any, engine: Any = None) -> Asyn
 def test_facades_and_sessions_meet_over_gloo() -> None:
     store, history, events = HashStore(), History(TINY), []
     zeros = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in TINY.tensors}
-    params = [TINY.shards(rank, zeros) for rank in range(TINY.tp)]
+    params = [TINY.shards(rank, zeros) for rank in range(len(TINY.trainers))]
     sessions = [make_session(TINY, rank) for rank in TINY.rollouts[1].ranks]
     before = set(threading.enumerate())
 

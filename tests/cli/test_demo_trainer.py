@@ -17,6 +17,7 @@ from weightsync.reference.deployment import Deployment, RolloutLayout
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.members import RankId
 from weightsync.reference.model import ModelShape
+from weightsync.reference.parallel import TrainerLayout
 from weightsync.reference.params import read, same_bits
 
 SHAPE = ModelShape(
@@ -111,6 +112,26 @@ def test_cutting_the_model_changes_no_bit(
     for one in exports[1:]:
         assert one[0] == exports[0][0]
         assert all(same_bits(one[1][name], tensor) for name, tensor in exports[0][1].items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_pipeline_stages_and_replicas_change_no_bit_of_what_is_trained(tied: bool, tmp_path: Path) -> None:
+    """The padded vocabulary is of one size here, so the softmax is; a tied copy follows its embedding."""
+    folder = make_checkpoint(tmp_path, config_of("qwen3", tied=tied, dtype=torch.bfloat16), seed=0)
+    shape = read_config(folder / "config.json").shape
+    exports = []
+    for layout in (TrainerLayout(2), TrainerLayout(2, pp=2), TrainerLayout(2, pp=2, dp=2, stages=(0, 2))):
+        deployment = Deployment(shape, layout, (RolloutLayout(1, False),), 4096)
+        trainer = DemoTrainer(folder, 0, deployment, lr=1e-3, seed=0, batch=2, tokens=16)
+        losses = [trainer.step()["loss"] for _ in range(3)]
+        exports.append((losses, trainer.export()))
+        for name, copy in trainer.params_of(len(deployment.trainers) - 1).items():
+            if tied and layout.pp > 1 and name == "output_layer.weight":
+                first = trainer.params_of(1)["embedding.word_embeddings.weight"]
+                assert same_bits(copy.detach(), first.detach())
+    for losses, export in exports[1:]:
+        assert losses == exports[0][0]
+        assert all(same_bits(export[name], tensor) for name, tensor in exports[0][1].items())
 
 
 def test_a_deployment_of_another_model_is_refused(folder: Path) -> None:

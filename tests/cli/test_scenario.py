@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from weightsync.cli import scenario, scenario_files, scenario_tables
+
+PAGE = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text(encoding="utf-8")
 
 
 def minimal(**tables: object) -> dict[str, object]:
@@ -155,3 +160,45 @@ def test_keys_cover_every_leaf_of_the_built_ins() -> None:
 
     for name in scenario_files.names():
         assert leaves(scenario_files.load(name).to_dict(), "") <= known
+
+
+FREE = "model.family."
+"""Keys of a Hugging Face configuration, which is documented elsewhere and has no defaults of ours."""
+
+
+def default_cell(key: str) -> object:
+    """The default of a key as the page writes it: a TOML value, ``required`` or ``none``."""
+    table: type[BaseModel] | None = scenario.Scenario
+    for name in (part for part in key.split(".") if part != "0"):
+        info = table.model_fields[name]
+        table = scenario._inner(info.annotation)
+    if info.is_required():
+        return "required"
+    return "none" if info.default is None else info.default
+
+
+def real_defaults() -> dict[str, object]:
+    return {key: default_cell(key) for key in set(scenario.keys()) if not key.startswith(FREE)}
+
+
+def page_defaults(page: str) -> dict[str, object]:
+    """Key -> its default, from every table of the page with the columns key, default and meaning."""
+    found: dict[str, object] = {}
+    for table in re.findall(r"^\| key \| default \|.*\n\|.*\n((?:\|.+\n)+)", page, flags=re.MULTILINE):
+        for line in table.splitlines():
+            keys, default, meaning = (cell.strip() for cell in line.split("|")[1:4])
+            assert meaning
+            cell = default.strip("`")
+            value = tomllib.loads(f"it = {cell}")["it"] if default.startswith("`") else cell
+            found |= dict.fromkeys(re.findall(r"`(.+?)`", keys), value)
+    return found
+
+
+def test_the_page_on_scenarios_names_every_key_with_its_default() -> None:
+    assert page_defaults(PAGE) == real_defaults()
+
+
+def test_a_missing_key_and_a_wrong_default_are_seen() -> None:
+    row = next(line for line in PAGE.splitlines() if line.startswith("| `policy.lease_ms`"))
+    assert page_defaults(PAGE.replace(row + "\n", "")) != real_defaults()
+    assert page_defaults(PAGE.replace(row, row.replace("`10000`", "`30000`"))) != real_defaults()

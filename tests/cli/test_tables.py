@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import io
+import re
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 
 from weightsync.cli import tables
 from weightsync.cli.tables import CheckRow, VersionRow
+from weightsync.reference.rank import PHASES
+
+RUNNING = (Path(__file__).parents[2] / "docs" / "running.md").read_text(encoding="utf-8")
 
 AGREED = dict.fromkeys(("trainer.0", "rollout0.0", "rollout1.0", "rollout1.1"), 0xA000_F00D << 32)
 
@@ -77,10 +82,38 @@ def test_phases_stand_in_the_order_of_an_update_and_unknown_ones_last() -> None:
     assert tables.in_order(["total", "zeta", "apply", "snapshot", "alpha", "apply"]) == (
         "snapshot",
         "apply",
-        "total",
         "alpha",
         "zeta",
+        "total",
     )
+
+
+def test_times_of_whole_updates_stand_below_a_rule_and_are_said_to_be_no_sums() -> None:
+    text = rendered(tables.phase_table(None, {"exposed": 1, "alpha": 2, "total": 3, "apply": 4}))
+    rows = re.findall(r"(?:│ (\w+)|(├))", text)
+    assert [word or rule for word, rule in rows] == ["apply", "alpha", "├", "total", "exposed"]
+    assert "total, exposed: of whole updates, not summed over ranks" in " ".join(text.split())
+    assert "summed" not in rendered(tables.phase_table(None, {"apply": 4}, title="phases"))
+
+
+def phases_of(page: str) -> dict[str, str]:
+    """Verb -> phase, as the page's table has them."""
+    (table,) = re.findall(r"^\| phase \| verbs.*\n\|.*\n((?:\|.+\n)+)", page, flags=re.MULTILINE)
+    rows = [line.split("|")[1:3] for line in table.splitlines()]
+    return {
+        verb: phase
+        for (phase,), verbs in (map(re.compile("`(.+?)`").findall, row) for row in rows)
+        for verb in verbs
+    }
+
+
+def test_the_page_on_running_names_the_phase_of_every_verb() -> None:
+    assert phases_of(RUNNING) == PHASES
+    assert set(PHASES.values()) <= set(tables.PHASES)
+
+
+def test_a_verb_under_another_phase_is_seen() -> None:
+    assert phases_of(RUNNING.replace("`pause_flush` | `pause`", "`pause_flush` | `paws`")) != PHASES
 
 
 def test_the_verdict_names_the_first_failure() -> None:

@@ -16,7 +16,7 @@ from weightsync.reference.heads import HeadCut, head_share, query_to_kv
 from weightsync.reference.layouts import RowMap, concat, local_tensor, plain, qkv, row_map, row_maps
 from weightsync.reference.megatron import trainer_attributes, trainer_layouts, trainer_maps
 from weightsync.reference.model import ModelShape
-from weightsync.reference.params import TPAttributes, carry, fresh_copy
+from weightsync.reference.params import ParamMeta, TPAttributes, carry, fresh_copy
 from weightsync.reference.placement import rollout_maps
 from weightsync.reference.plan import TransferPlan
 
@@ -48,6 +48,21 @@ def even_cuts(draw: st.DrawFn) -> tuple[int, int, int]:
 def sized(cut: tuple[int, int, int], head_dim: int) -> ModelShape:
     heads, kv_heads, world = cut
     return replace(SMOL, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=world, qkv_bias=True)
+
+
+def attention(model: ModelShape, kind: str = "weight") -> tuple[ParamMeta, ParamMeta, ParamMeta]:
+    """The q, k and v of the first layer."""
+    rows = (model.heads, model.kv_heads, model.kv_heads)
+    inputs = (model.hidden,) if kind == "weight" else ()
+    q, k, v = (
+        ParamMeta(f"{START}.{which}_proj.{kind}", model.dtype, (count * model.head_dim, *inputs))
+        for which, count in zip("qkv", rows, strict=True)
+    )
+    return q, k, v
+
+
+def attention_out(model: ModelShape) -> ParamMeta:
+    return ParamMeta(f"{START}.o_proj.weight", model.dtype, (model.hidden, model.heads * model.head_dim))
 
 
 def same_map(left: RowMap, right: RowMap) -> bool:
@@ -100,7 +115,7 @@ def test_where_one_count_divides_the_other_rollouts_are_cut_as_by_equal_parts(
         kv = ((first, first + each * head_dim), rank % replicas == 0)
         held = [((rank * part, (rank + 1) * part), True), kv, kv]
         for kind in ("weight", "bias"):
-            metas = model.attention(0, kind)
+            metas = attention(model, kind)
             if not fused:
                 for meta, one in zip(metas, held, strict=True):
                     expected = cut_rows(plain(meta), meta.name, model, [one])
@@ -110,7 +125,7 @@ def test_where_one_count_divides_the_other_rollouts_are_cut_as_by_equal_parts(
             shifted = [((a + by, b + by), speaks) for by, ((a, b), speaks) in zip(starts, held, strict=True)]
             name = f"{START}.qkv_proj.{kind}"
             assert same_map(maps[name], cut_rows(concat(*metas), name, model, shifted))
-        out = model.attention_out(0)
+        out = attention_out(model)
         row = TPAttributes({"tensor_model_parallel": True, "partition_dim": 1})
         expected = row_map(plain(out), out.name, row, rank, world, model.numbers())
         assert same_map(maps[out.name], expected)
@@ -135,11 +150,11 @@ def test_where_megatron_divides_the_trainer_is_cut_by_megatrons_attributes_alone
     found = trainer_attributes(model, world)
     for name, values in expected.items():
         assert dict(found[name].values) == values
-    q, k, v = model.attention(0)
+    q, k, v = attention(model)
     fused = qkv(q, k, v, heads=heads, groups=kv_heads, head_dim=head_dim)
     for rank in range(world):
         maps = trainer_maps(model, rank, world)
-        for name, layout in ((QKV, fused), (PROJ, plain(model.attention_out(0)))):
+        for name, layout in ((QKV, fused), (PROJ, plain(attention_out(model)))):
             by_parts = row_map(layout, name, found[name], rank, world, model.numbers())
             assert same_map(maps[name], by_parts)
 
@@ -239,7 +254,7 @@ def test_a_wrong_dimension_an_even_shard_and_a_layout_without_heads_are_refused(
     params[PROJ] = carry(params[PROJ], torch.zeros(3, 9))
     with pytest.raises(PlanMismatch, match=r"has shape \[3, 9\] on rank 1, expected \[3, 8\]"):
         maps_of(params)
-    out = SMOL.attention_out(0)
+    out = attention_out(SMOL)
     with pytest.raises(PlanMismatch, match="carries head counts, but its layout knows no heads"):
         row_map(plain(out), "w", trainer_attributes(SMOL, 2)[PROJ], 0, 2, SMOL.numbers())
 

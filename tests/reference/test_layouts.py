@@ -22,6 +22,7 @@ from weightsync.reference.layouts import (
     vocab,
 )
 from weightsync.reference.params import ParamMeta, TPAttributes, int_view, same_bits
+from weightsync.reference.rowtables import by_output
 from weightsync.reference.shards import join, split
 from weightsync.testing.strategies import DTYPES, ShardedParam, TPLayout, sharded_params, tp_layouts
 
@@ -247,3 +248,14 @@ def test_uneven_ranks_tell_positions_from_their_real_offsets(
     told = [one.to_checkpoint(torch.arange(one.local_shape[0]))[1].tolist() for one in maps]
     assert [flat[0] if flat else None for flat in told] == offsets
     assert [position for flat in told for position in flat] == list(range(length))
+
+
+@given(output=st.lists(st.integers(-1, 11), max_size=30), outputs=st.integers(12, 14))
+def test_few_outputs_and_many_are_told_apart_alike(output: list[int], outputs: int) -> None:
+    found = torch.tensor(output, dtype=torch.int32)
+    by_hand = {index: [place for place, one in enumerate(output) if one == index] for index in range(outputs)}
+    expected = {index: places for index, places in by_hand.items() if places}
+    assert {index: chosen.tolist() for index, chosen in by_output(found, outputs)} == expected
+    few = torch.where(found < 3, found, -1)
+    expected = {index: places for index, places in expected.items() if index < 3}
+    assert {index: chosen.tolist() for index, chosen in by_output(few, 3)} == expected

@@ -189,11 +189,6 @@ def test_fingerprint_tells_names_dtypes_shapes_and_order() -> None:
     assert all(-(1 << 63) <= plan.fingerprint < 1 << 63 for plan in plans)
 
 
-def test_row_outputs_name_what_each_parameter_feeds() -> None:
-    a, b = ParamMeta("a", BF16, (2, 3)), ParamMeta("b", BF16, (4,))
-    assert plan_of(a, b).row_outputs == ((0,), (1,))
-
-
 W = ParamMeta("w", BF16, (4, 3))
 
 
@@ -206,10 +201,17 @@ def column(rank: int, world: int) -> RowMap:
     [
         (((column(0, 2),),), "row 2 of checkpoint tensor 'w' has 0 elements told.*expected 3"),
         (((column(0, 2),), (column(0, 2),)), "row 0 of checkpoint tensor 'w' has 6 elements told"),
-        (((column(0, 2),), (column(1, 2), column(1, 2))), "rank 1 lists other parameters or outputs"),
+        (
+            ((column(0, 2),), (column(1, 2), column(1, 2))),
+            "row 2 of checkpoint tensor 'w' has 6 elements told",
+        ),
+        (
+            ((replace(column(0, 1), dtype=torch.float16),),),
+            "'p' tells torch.float16 of checkpoint tensor 'w'",
+        ),
         (((),), "row 0 of checkpoint tensor 'w' has 0 elements told"),
     ],
-    ids=["untold", "told twice", "other rows", "no map"],
+    ids=["untold", "told twice", "told twice on one rank", "other dtype", "no map"],
 )
 def test_maps_that_do_not_tell_each_element_once_are_refused(
     maps: tuple[tuple[RowMap, ...], ...], said: str

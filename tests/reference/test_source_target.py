@@ -160,7 +160,7 @@ def test_megatron_shards_reach_fused_and_unfused_rollouts(
     """Whatever the heads: cut, replicated, or divided by no TP size."""
     model, plan = deployment.model, deployment.plan
     states = [data.draw(checkpoints(model=model)) for _ in range(2)]
-    live = [deployment.shards(rank, states[0]) for rank in range(deployment.tp)]
+    live = [deployment.shards(rank, states[0]) for rank in range(len(deployment.trainers))]
     sources = [Source(plan, rank, params) for rank, params in enumerate(live)]
     updates = [make_update(plan, sources, slot=0, version=1)]
     some = data.draw(st.sampled_from([0.0, 0.1, 1.0]))
@@ -178,7 +178,9 @@ def test_megatron_shards_reach_fused_and_unfused_rollouts(
     )
     for rollout in deployment.rollouts:
         targets = [
-            Target(plan.tensors, deployment.rollout_maps(rank), deployment.blank(rank), deployment.aliases())
+            Target(
+                plan.tensors, deployment.rollout_maps(rank), deployment.blank(rank), deployment.aliases(rank)
+            )
             for rank in rollout.ranks
         ]
         for update, state in zip(updates, states, strict=True):

@@ -112,9 +112,9 @@ class FaultRun:
             {name: torch.nn.Parameter(p.detach().clone(), requires_grad=False) for name, p in shards.items()}
             for shards in tiny_shards(seed, 0)
         ]
-        for params in self.params:
+        for number, params in enumerate(self.params):
             for name, parameter in params.items():
-                self.deployment.attributes[name].stamp(parameter)
+                self.deployment.attributes[number][name].stamp(parameter)
         self.change = verbs
         self.trainers = [self._trainer(trainer, rank) for rank in self.deployment.trainers]
         for ref in self.deployment.rollouts:
@@ -159,7 +159,7 @@ class FaultRun:
     def _rollout(self, kind: type[Rollout], ref: RolloutRef, rank: RankId) -> Rollout:
         weights = self.deployment.blank(rank)
         maps = self.deployment.rollout_maps(rank)
-        target = Target(self.deployment.tensors, maps, weights, self.deployment.aliases())
+        target = Target(self.deployment.tensors, maps, weights, self.deployment.aliases(rank))
         self.targets[rank] = target
         engine = None
         if rank == ref.leader:

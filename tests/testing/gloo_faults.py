@@ -74,9 +74,9 @@ class GlooFaultRun:
             {name: torch.nn.Parameter(p.detach().clone(), requires_grad=False) for name, p in shards.items()}
             for shards in tiny_shards(seed, 0)
         ]
-        for params in self.params:
+        for number, params in enumerate(self.params):
             for name, parameter in params.items():
-                self.deployment.attributes[name].stamp(parameter)
+                self.deployment.attributes[number][name].stamp(parameter)
         self.clocks: dict[str, AsyncioClock] = {}
         self.ended_ns: dict[str, int] = {}
         self.hooks = {
@@ -96,7 +96,7 @@ class GlooFaultRun:
         for ref in self.deployment.rollouts:
             for rank in ref.ranks:
                 maps, weights = self.deployment.rollout_maps(rank), self.deployment.blank(rank)
-                target = Target(self.deployment.tensors, maps, weights, self.deployment.aliases())
+                target = Target(self.deployment.tensors, maps, weights, self.deployment.aliases(rank))
                 holdings[rank] = self.promises.targets[rank] = target
                 programs[rank] = partial(self._serve, ref)
         engines = {ref.leader: self.engines[ref.number] for ref in self.deployment.rollouts}

@@ -54,9 +54,9 @@ class WholeTensors(Deployment):
         return self.metas
 
     @cached_property
-    def attributes(self) -> dict[str, TPAttributes]:
+    def attributes(self) -> tuple[dict[str, TPAttributes], ...]:
         """Nothing is cut."""
-        return {meta.name: TPAttributes({}) for meta in self.metas}
+        return ({meta.name: TPAttributes({}) for meta in self.metas},)
 
     @cached_property
     def trainer_maps(self) -> tuple[dict[str, RowMap], ...]:
@@ -67,7 +67,7 @@ class WholeTensors(Deployment):
         """Name -> map of one rollout rank."""
         return self._maps()
 
-    def aliases(self) -> dict[str, str]:
+    def aliases(self, rank: RankId | None = None) -> dict[str, str]:
         """Nothing is tied."""
         return {}
 
@@ -167,7 +167,7 @@ class InprocessRun:
         self.planted: list[Planted] = []
         self.violations: list[str] = []
         zeros = {meta.name: torch.zeros(meta.shape, dtype=meta.dtype) for meta in deployment.tensors}
-        self.params = [deployment.shards(rank, zeros) for rank in range(deployment.tp)]
+        self.params = [deployment.shards(rank, zeros) for rank in range(len(deployment.trainers))]
         self.trainers: dict[RankId, Trainer] = {}
         self.rollouts: dict[RankId, Rollout] = {}
         self.targets: dict[RankId, Target] = {}
@@ -195,7 +195,7 @@ class InprocessRun:
                     deployment.tensors,
                     deployment.rollout_maps(rank),
                     deployment.blank(rank),
-                    deployment.aliases(),
+                    deployment.aliases(rank),
                 )
                 engine = self.engines[ref.number] if rank == ref.leader else None
                 verbs = world.verbs(rank, self.targets[rank], engine=engine, hooks=Watch(self, str(rank)))

@@ -49,7 +49,7 @@ class Memory(ABC):
 
     def make_target(self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor]) -> Any:
         """The bytes of a rollout rank that starts from ``weights`` on the host, of any strides."""
-        return Target(deployment.tensors, deployment.rollout_maps(rank), weights, deployment.aliases())
+        return Target(deployment.tensors, deployment.rollout_maps(rank), weights, deployment.aliases(rank))
 
 
 class HostMemory(Memory):

@@ -64,7 +64,7 @@ def renumbered(buckets: Sequence[Bucket], version: int) -> list[Bucket]:
 def make_session(deployment: Deployment, rank: RankId, **options: Any) -> ReceiverSession:
     """A session of one rollout rank, with weights of its own, all zero."""
     target = Target(
-        deployment.tensors, deployment.rollout_maps(rank), deployment.blank(rank), deployment.aliases()
+        deployment.tensors, deployment.rollout_maps(rank), deployment.blank(rank), deployment.aliases(rank)
     )
     world = deployment.layouts[rank.rollout].tp
     return ReceiverSession(target, deployment.plan.fingerprint, rank=rank, world=world, **options)

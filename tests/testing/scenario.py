@@ -127,8 +127,10 @@ def run_scenario(
         holdings[rank] = memory.make_source(deployment.plan, rank.rank, shards)
 
     def record(version: int, _: int) -> None:
-        names = list(deployment.trainer_maps[0])
-        live = [{n: memory.peek(holdings[rank], LIVE, n) for n in names} for rank in deployment.trainers]
+        live = [
+            {name: memory.peek(holdings[rank], LIVE, name) for name in deployment.trainer_maps[rank.rank]}
+            for rank in deployment.trainers
+        ]
         history.record(version, live)
 
     async def train(verbs: Verbs) -> list[Outcome]:

@@ -71,7 +71,7 @@ def problems(folder: Path) -> list[str]:
     run = deployment()
     history, found = History(run), []
     for version, state in enumerate(checkpoints(run, DENSITIES, seed=0), start=1):
-        history.record(version, [run.shards(rank, state) for rank in range(run.tp)])
+        history.record(version, [run.shards(rank, state) for rank in range(len(run.trainers))])
     for rank in run.ranks:
         written = folder / f"{rank}.json"
         if not written.exists():
@@ -111,7 +111,7 @@ async def _train(me: RankId, world: GlooWorld) -> tuple[int | None, str]:
 async def _serve(me: RankId, world: GlooWorld, folder: Path) -> tuple[int | None, str]:
     run = deployment()
     weights = run.blank(me)
-    verbs = world.verbs(me, Target(run.tensors, run.rollout_maps(me), weights, run.aliases()))
+    verbs = world.verbs(me, Target(run.tensors, run.rollout_maps(me), weights, run.aliases(me)))
     ranks = run.rollouts[me.rollout].ranks
     rollout = Rollout(verbs, run.plan.fingerprint, ranks, run.trainers[0], SETTINGS)
     await rollout.run()

@@ -241,7 +241,9 @@ def deployments(draw: st.DrawFn, *, max_tp: int = 3, dtype: torch.dtype = torch.
     """A small decoder on a trainer of 1 to ``max_tp`` ranks and on one or two rollouts, fused or not."""
     sizes = st.integers(1, max_tp)
     tp = draw(sizes)
-    layouts = draw(st.lists(st.builds(RolloutLayout, sizes, st.booleans()), min_size=1, max_size=2))
+    layouts = draw(
+        st.lists(st.builds(RolloutLayout, sizes, st.booleans(), st.just(1)), min_size=1, max_size=2)
+    )
     model = draw(model_shapes(tp=(tp, *(layout.tp for layout in layouts)), dtype=dtype))
     event(f"trainer ranks: {tp}")
     bucket_bytes = draw(st.sampled_from([200, 1000, 1 << 20]))

@@ -51,7 +51,7 @@ def tiny_shards(seed: int, step: int) -> tuple[dict[str, torch.nn.Parameter], ..
             drawn = torch.randint(-(1 << 15), 1 << 15, (len(bits),), generator=stream).to(bits.dtype)
             bits[chosen] = drawn[chosen]
             tensor.copy_(bits.view(tensor.dtype).reshape(tensor.shape))
-    return tuple(deployment.shards(rank, checkpoint) for rank in range(deployment.tp))
+    return tuple(deployment.shards(rank, checkpoint) for rank in range(len(deployment.trainers)))
 
 
 @lru_cache(maxsize=1)

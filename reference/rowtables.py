@@ -1,0 +1,96 @@
+"""What a map's tables tell once they are sorted: made at the first question, shared by all maps of equal tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+_FEW = 8  # up to so many outputs, looking for each takes less time than sorting
+
+
+@dataclass(frozen=True, eq=False)
+class RowTables:
+    """The tables of a ``RowMap`` without its names; a model's layers, and its experts, share one.
+
+    Attributes: as those of ``RowMap``.
+    """
+
+    tensor: Tensor
+    row: Tensor
+    owned: Tensor
+    full_widths: tuple[int, ...]
+    column: int
+
+    @cached_property
+    def told(self) -> Tensor:
+        """Per local row: the output that this rank tells, or -1."""
+        return self.tensor.where(self.owned, -1)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """Per local row: flat position, in its output, of the row's first element."""
+        if len(set(self.full_widths)) == 1:
+            return self.row * self.full_widths[0] + self.column
+        return self.row * torch.tensor(self.full_widths)[self.tensor.long()] + self.column
+
+    @cached_property
+    def held_rows(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Per output, the local rows (k,) int64 that feed it and their checkpoint rows, sorted by the latter."""
+        return self._by_output(self.tensor)
+
+    @cached_property
+    def owned_rows(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """As ``held_rows``, of the rows that the rank speaks for."""
+        return self.held_rows if bool((self.told == self.tensor).all()) else self._by_output(self.told)
+
+    @cached_property
+    def owned_outputs(self) -> tuple[int, ...]:
+        """The outputs that the rank speaks for some rows of."""
+        return tuple(output for output, (local, _) in enumerate(self.owned_rows) if local.numel())
+
+    @cached_property
+    def owned_ends(self) -> tuple[int, ...]:
+        """Per output, one more than the last checkpoint row that the rank speaks for; 0 without any."""
+        return tuple(int(rows[-1]) + 1 if rows.numel() else 0 for _, rows in self.owned_rows)
+
+    @cached_property
+    def inverse(self) -> tuple[Tensor, ...]:
+        """Per output: checkpoint row -> local row, -1 where this rank does not hold it."""
+        tables = []
+        for local, rows in self.held_rows:
+            table = torch.full((int(rows[-1]) + 1 if len(rows) else 0,), -1, dtype=torch.int64)
+            table[rows] = local
+            tables.append(table)
+        return tuple(tables)
+
+    @cached_property
+    def owned_starts(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """Per output: flat checkpoint positions (k,) int64 of the owned rows' first elements, and which local rows
+        those are; None for all of them, in order.
+        """
+        found = []
+        for (local, rows), full_width in zip(self.owned_rows, self.full_widths, strict=True):
+            every = local.numel() == self.tensor.numel() and bool((local[1:] > local[:-1]).all())
+            found.append((rows * full_width + self.column, None if every else local))
+        return tuple(found)
+
+    def _by_output(self, tensor: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        chosen = (tensor >= 0).nonzero().reshape(-1)
+        rows, order = self.row[chosen].sort(stable=True)
+        chosen = chosen[order]
+        outputs, order = tensor[chosen].sort(stable=True)
+        sizes = torch.bincount(outputs, minlength=len(self.full_widths)).tolist()
+        return tuple(zip(torch.split(chosen[order], sizes), torch.split(rows[order], sizes), strict=True))
+
+
+def by_output(output: Tensor, outputs: int) -> list[tuple[int, Tensor]]:
+    """Index -> where ``output`` (n,) int32 has it, ascending (m,) int64, for each of 0 to ``outputs`` - 1 found."""
+    if outputs <= _FEW:
+        found = [(index, (output == index).nonzero().reshape(-1)) for index in range(outputs)]
+        return [(index, chosen) for index, chosen in found if chosen.numel()]
+    ordered, order = output.sort(stable=True)
+    sizes = torch.bincount(ordered + 1, minlength=outputs + 1).tolist()
+    return [(index, chosen) for index, chosen in enumerate(torch.split(order, sizes)[1:]) if chosen.numel()]
