@@ -14,7 +14,7 @@ from torch import Tensor
 from weightsync.reference.delta import diff
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.model import ModelShape
-from weightsync.reference.params import int_view, same_bits
+from weightsync.reference.params import ParamMeta, int_view, same_bits
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.probe import Probe, Probed, plan_of
 from weightsync.reference.rowfind import Elements
@@ -31,12 +31,10 @@ def probed(deployment: Deployment, **more: object) -> Probed:
     """What a probe finds, knowing names, shapes and attributes only."""
     shards = [
         {
-            name: deployment.attributes[name].stamp(
-                torch.empty(one.local_shape, dtype=one.dtype, device="meta")
-            )
+            name: attributes[name].stamp(torch.empty(one.local_shape, dtype=one.dtype, device="meta"))
             for name, one in maps.items()
         }
-        for maps in deployment.trainer_maps
+        for maps, attributes in zip(deployment.trainer_maps, deployment.attributes, strict=True)
     ]
     names = list(shards[0])
     export = GatherExport(deployment.model)
@@ -106,7 +104,7 @@ def _both(deployment: Deployment, *checkpoints: Mapping[str, Tensor]) -> list[li
 @settings(max_examples=10)
 @given(deployment=deployments())
 def test_one_call_per_parameter_finds_what_one_call_finds(deployment: Deployment) -> None:
-    names = list(deployment.attributes)
+    names = list(deployment.attributes[0])
     whole, parts = probed(deployment), probed(deployment, groups=[[name] for name in reversed(names)])
     assert (whole.tensors, whole.dropped, whole.replicas) == (parts.tensors, parts.dropped, parts.replicas)
     check_same_told(parts, deployment)
@@ -212,13 +210,13 @@ def test_padding_and_replicas_are_listed() -> None:
     deployment = Deployment(SMALL, 2, (), 1000, trainer_multiple=4)
     found = probed(deployment)
     assert found.dropped == {"embedding.word_embeddings.weight": (0, 3 * 4)}
-    assert set(found.replicas) == set(norms(list(deployment.attributes)))
+    assert set(found.replicas) == set(norms(list(deployment.attributes[0])))
     assert found.replicas["decoder.final_layernorm.weight"] == (0, 4)
 
 
 def test_a_declared_cast_travels_in_the_dtype_of_the_checkpoint() -> None:
     live = {"w": torch.tensor([1.0, 2.0 + 2**-20])}
-    meta = Deployment(SMALL, 1, (), 1000).model.meta("w", 2)
+    meta = ParamMeta("w", SMALL.dtype, (2,))
     found = Probe(lambda params: {"w": params["w"].to(torch.bfloat16)}, tensors=[meta]).of(live)
     assert found.maps[0]["w"].dtype == torch.bfloat16
     source = Source(plan_of(found, 1000), 0, live)
