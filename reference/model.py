@@ -54,16 +54,10 @@ class ModelShape(Model):
         """Embedding; per layer norm, attention, norm, MLP; norm and head."""
         at, norm = Decoder(), Norm(self.hidden, dtype=self.dtype)
         attention, mlp = self.attention(), GatedMLP(self.hidden, self.intermediate, self.dtype)
-        found = [at.embed(self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)]
-        for layer in range(self.layers):
-            found += [
-                at.layer(layer, norm, "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-                at.layer(layer, attention, "self_attn.", "self_attention."),
-                at.layer(layer, norm, "post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
-                at.layer(layer, mlp, "mlp.", "mlp."),
-            ]
-        found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
-        return tuple(found)
+        layers = [
+            placed for layer in range(self.layers) for placed in at.dense_layer(layer, norm, attention, mlp)
+        ]
+        return at.whole(norm, layers, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
 
     def attention(self) -> Attention:
         """The attention of every layer."""

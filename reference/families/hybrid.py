@@ -63,7 +63,7 @@ class Qwen3Next(Model):
         experts = Experts(self.hidden, self.expert_intermediate, self.experts, self.form, self.dtype)
         shared = GatedMLP(self.hidden, self.shared_intermediate, self.dtype)
         gate = Whole((ParamMeta("weight", self.dtype, (1, self.hidden)),))
-        found = [at.embed(self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)]
+        found: list[Placed] = []
         for layer in range(self.layers):
             full = (layer + 1) % self.every == 0
             before = "self_attention.linear_qkv." if full else "self_attention.in_proj."
@@ -78,8 +78,7 @@ class Qwen3Next(Model):
                 at.layer(layer, shared, "mlp.shared_expert.", "mlp.shared_experts."),
                 at.layer(layer, gate, "mlp.shared_expert_gate.", "mlp.shared_experts.gate_"),
             ]
-        found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
-        return tuple(found)
+        return at.whole(norm, found, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -126,10 +125,9 @@ class NemotronH(Model):
             "*": (attention, "self_attention.", "self_attention.linear_qkv."),
             "-": (MLP(self.hidden, self.intermediate, dtype=self.dtype), "mlp.", "mlp.linear_fc1."),
         }
-        found = [NEMOTRON.embed(self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)]
+        found: list[Placed] = []
         for layer, letter in enumerate(self.pattern):
             mixer, trainer, before = mixers[letter]
             found.append(NEMOTRON.layer(layer, norm, "norm.", f"{before}layer_norm_"))
             found.append(NEMOTRON.layer(layer, mixer, "mixer.", trainer))
-        found += NEMOTRON.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
-        return tuple(found)
+        return NEMOTRON.whole(norm, found, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)

@@ -50,7 +50,7 @@ class Qwen3Moe(Model):
         attention = Attention(self.hidden, *heads, qk_norm=True, dtype=self.dtype)
         router = Router(self.hidden, self.experts, dtype=self.dtype)
         experts = Experts(self.hidden, self.expert_intermediate, self.experts, self.form, self.dtype)
-        found = [at.embed(self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)]
+        found: list[Placed] = []
         for layer in range(self.layers):
             found += [
                 at.layer(layer, norm, "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -59,8 +59,7 @@ class Qwen3Moe(Model):
                 at.layer(layer, router, "mlp.", "mlp."),
                 at.layer(layer, experts, "mlp.experts.", "mlp.experts."),
             ]
-        found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
-        return tuple(found)
+        return at.whole(norm, found, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class DeepSeek(Model):
         router = Router(self.hidden, self.experts, self.router_bias, self.dtype)
         experts = Experts(self.hidden, self.expert_intermediate, self.experts, self.form, self.dtype)
         shared = GatedMLP(self.hidden, max(1, self.shared_experts) * self.expert_intermediate, self.dtype)
-        found = [at.embed(self.vocab, self.hidden, tied=False, dtype=self.dtype)]
+        found: list[Placed] = []
         for layer in range(self.layers):
             found.append(at.layer(layer, norm, "input_layernorm.", "input_layernorm."))
             found.append(at.layer(layer, attention, "self_attn.", "self_attention."))
@@ -121,5 +120,4 @@ class DeepSeek(Model):
             found.append(at.layer(layer, experts, "mlp.experts.", "mlp.experts."))
             if self.shared_experts:
                 found.append(at.layer(layer, shared, "mlp.shared_experts.", "mlp.shared_experts."))
-        found += at.end(norm, self.vocab, self.hidden, tied=False, dtype=self.dtype)
-        return tuple(found)
+        return at.whole(norm, found, self.vocab, self.hidden, tied=False, dtype=self.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,23 @@ class Decoder:
             module, layer, self.checkpoint + inside,
             f"{self.trainer}decoder.layers.{{layer}}.{trainer}", self.rollout + inside,
         )  # fmt: skip
+
+    def whole(
+        self, norm: Module, layers: Iterable[Placed], rows: int, hidden: int, *, tied: bool,
+        dtype: torch.dtype = BF16,
+    ) -> tuple[Placed, ...]:  # fmt: skip
+        """A decoder: the embedding, ``layers``, the last norm and the head."""
+        embedding = self.embed(rows, hidden, tied=tied, dtype=dtype)
+        return (embedding, *layers, *self.end(norm, rows, hidden, tied=tied, dtype=dtype))
+
+    def dense_layer(self, layer: int, norm: Module, attention: Module, mlp: Module) -> tuple[Placed, ...]:
+        """Norm, attention, norm and MLP, each norm fused into the linear layer behind it on the trainer."""
+        return (
+            self.layer(layer, norm, "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+            self.layer(layer, attention, "self_attn.", "self_attention."),
+            self.layer(layer, norm, "post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
+            self.layer(layer, mlp, "mlp.", "mlp."),
+        )
 
     def embed(self, rows: int, hidden: int, *, tied: bool, dtype: torch.dtype = BF16) -> Placed:
         """The token embedding."""

@@ -133,14 +133,8 @@ class Qwen3VL(Model):
         heads = (self.heads, self.kv_heads, self.head_dim)
         attention = Attention(self.hidden, *heads, qk_norm=True, dtype=self.dtype)
         mlp = GatedMLP(self.hidden, self.intermediate, self.dtype)
-        found = [*self.vision.places("model.visual.", "visual.")]
-        found.append(at.embed(self.vocab, self.hidden, tied=self.tied, dtype=self.dtype))
-        for layer in range(self.layers):
-            found += [
-                at.layer(layer, norm, "input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-                at.layer(layer, attention, "self_attn.", "self_attention."),
-                at.layer(layer, norm, "post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
-                at.layer(layer, mlp, "mlp.", "mlp."),
-            ]
-        found += at.end(norm, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
-        return tuple(found)
+        layers = [
+            placed for layer in range(self.layers) for placed in at.dense_layer(layer, norm, attention, mlp)
+        ]
+        decoder = at.whole(norm, layers, self.vocab, self.hidden, tied=self.tied, dtype=self.dtype)
+        return (*self.vision.places("model.visual.", "visual."), *decoder)
