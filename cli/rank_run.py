@@ -221,8 +221,10 @@ class TrainerRun(RankRun):
     def _audit(self, outcome: Outcome) -> None:
         if not outcome.committed or outcome.version is None:
             return
+        if self.me != self.lead and self.samples is None:
+            return  # only an RL trainer's export is a collective
         export = self.trainer.export()
-        if self.me != self.lead or export is None:
+        if export is None:
             return
         if isinstance(self.samples, LeadSamples):
             self.samples.committed(outcome.members)

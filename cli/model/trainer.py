@@ -103,7 +103,11 @@ class DemoTrainer:
 
 def clip(grads: Mapping[str, Tensor]) -> float:
     """Scale the gradients in place to a norm of at most ``MAX_NORM``, and return their norm before."""
-    norm = float(torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt())
+    return shrink(grads, float(torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()))
+
+
+def shrink(grads: Mapping[str, Tensor], norm: float) -> float:
+    """Scale gradients of the model's ``norm`` in place to at most ``MAX_NORM``, and return ``norm``."""
     if norm > MAX_NORM:
         for grad in grads.values():
             grad.mul_(MAX_NORM / norm)

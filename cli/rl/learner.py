@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from weightsync.cli.model.checkpoint import load_checkpoint
 from weightsync.cli.model.optimizer import AdamW
-from weightsync.cli.model.trainer import MAX_NORM, one_thread
+from weightsync.cli.model.trainer import one_thread, shrink
 from weightsync.cli.parts import local_bytes
 from weightsync.cli.rl.parallel import TensorParallel
 from weightsync.cli.rl.policy import Policy
@@ -110,11 +110,7 @@ class Learner:
         for name, grad in grads.items():
             row_map = self._maps[name]
             squares += grad.reshape(-1, row_map.width)[row_map.owned].square().sum()
-        norm = float(self.tp.sum(squares).sqrt())
-        if norm > MAX_NORM:
-            for grad in grads.values():
-                grad.mul_(MAX_NORM / norm)
-        return norm
+        return shrink(grads, float(self.tp.sum(squares).sqrt()))
 
     def export(self) -> dict[str, Tensor] | None:
         """Hugging Face name -> whole tensor, on rank 0; None elsewhere. A collective of the trainer's group."""
