@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.cli.scenario import Scenario, ScenarioError, check, keys, near
+from weightsync.cli.workload import has_experts, model_shape
 
 USED_BY = {"batch": ("train",), "lr": ("train", "rl"), "rl.": ("rl",), "tokens": ("train",)}
 """Keys of ``[workload]`` that not every kind of workload reads; ``density`` serves the plan of each."""
@@ -84,6 +85,11 @@ def _require_used(scenario: Scenario, dotted: str) -> None:
         raise ScenarioError(
             f"--set: {dotted!r} does nothing with workload.kind = {scenario.workload.kind!r}; it belongs to "
             f"{' and '.join(kinds)}, so set workload.kind too or leave it out"
+        )
+    if dotted.rpartition(".")[2] in ("ep", "etp") and not has_experts(model_shape(scenario)):
+        raise ScenarioError(
+            f"--set: {dotted!r} shares experts out, and this model has none; leave it out, or take a model.family "
+            "with experts"
         )
 
 

@@ -16,6 +16,7 @@ from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
 from weightsync.cli.model.trainer import DemoTrainer
 from weightsync.cli.scenario import Scenario, ScenarioError
 from weightsync.reference.deployment import Deployment
+from weightsync.reference.families import Experts
 from weightsync.reference.modules import Model
 
 
@@ -63,6 +64,11 @@ def model_shape(scenario: Scenario) -> Model:
     if family is not None:
         return make_family(family, "model.family")
     return read_model(Path(scenario.model.checkpoint or "") / "config.json")
+
+
+def has_experts(model: Model) -> bool:
+    """True when a part of the model is routed experts, which ``ep`` and ``etp`` share out."""
+    return any(isinstance(placed.module, Experts) for placed in model.modules())
 
 
 def deployment(scenario: Scenario) -> Deployment:

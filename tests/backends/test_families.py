@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.reference.deployment import Deployment, RolloutLayout
-from weightsync.reference.digest import state_digest
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.families import Experts, Qwen3Moe
 from weightsync.reference.modules import Placed
@@ -40,8 +39,7 @@ def test_every_rank_holds_its_part_and_the_digest_is_that_of_the_dense_state(
 ) -> None:
     found = run_scenario("inprocess", deployment, densities=densities, seed=seed)
     assert found.problems() == []  # every rank holds what Deployment.weights says of the export
-    for outcome, state in zip(found.updates, checkpoints(deployment, densities, seed), strict=True):
-        assert outcome.digest == state_digest((meta, state[meta.name]) for meta in deployment.tensors)
+    found.check_digests(checkpoints(deployment, densities, seed))
     verbs = found.verbs()
     gathers = {verbs[str(rank)]["gather"] for rank in deployment.trainers}
     assert len(gathers) == 1  # as many collectives on every trainer rank, whatever it holds

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from weightsync.cli import fuzzing
+from weightsync.cli import fuzzing, main, scenario_files
 from weightsync.cli.main import app
+from weightsync.cli.scenario import Scenario
 from weightsync.testing.fuzz import Case, Finding, fuzz
 from weightsync.testing.wrong_protocols import ReusedVersion
 
@@ -62,6 +64,15 @@ def test_a_planted_flip_ends_with_code_1_and_its_place(cli: CliRunner) -> None:
         (["run", "tiny-sync", "--backend", "gloo", "--set", "values=false"], "take sim"),
         (["demo", "--checkpoint", "no-such-folder"], "no-such-folder"),
         (["plan", "tiny-sync", "--set", "rollouts.7.tp=1"], "names entry '7'"),
+        (["plan", "tiny-sync", "--set", "trainer.ep=2"], "'trainer.ep' shares experts out"),
+        (
+            ["run", "tiny-sync", "--set", "trainer.etp=1"],
+            "'trainer.etp' shares experts out, and this model has none",
+        ),
+        (
+            ["run", "tiny-sync", "--backend", "sim", "--set", "rollouts.1.ep=2"],
+            "'rollouts.1.ep' shares experts out",
+        ),
         (["fuzz", "--receive", "all"], "expected stage or stream"),
         (["scenarios", "show", "tiny"], "near names"),
     ],
@@ -124,3 +135,52 @@ def test_fuzz_prints_what_it_found_and_ends_with_code_1(
     assert "found in run" in text
     assert "its trace:" in text
     assert "seed" in text
+
+
+def taken_by_the_demo(cli: CliRunner, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Scenario:
+    """The scenario that ``weightsync demo`` runs; it is not run."""
+    taken: list[Scenario] = []
+
+    def note(console: object, scenario: Scenario, *more: object) -> None:
+        taken.append(scenario)
+
+    monkeypatch.setattr(main, "_run_all", note)
+    done = cli.invoke(app, ["demo", *arguments])
+    assert done.exit_code == 0, done.output
+    return taken[0]
+
+
+def test_the_rl_demo_runs_tiny_hybrid_and_a_pretrained_model_gently(
+    cli: CliRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert taken_by_the_demo(cli, monkeypatch) == scenario_files.load("demo")
+    assert taken_by_the_demo(cli, monkeypatch, "--rl") == scenario_files.load("tiny-hybrid")
+    own = taken_by_the_demo(
+        cli, monkeypatch, "--rl", "--checkpoint", "folder", "--steps", "3", "--set", "workload.lr=1e-6"
+    )
+    assert (own.model.checkpoint, own.model.shape, own.workload.steps) == ("folder", None, 3)
+    assert own.workload.lr == 1e-6  # the last word is the user's
+    assert (own.workload.rl.entropy, own.workload.rl.base) == (0.0, 10)
+
+
+def sides(kind: str, *events: dict[str, Any], wrong: int) -> list[dict[str, Any]]:
+    """A measured and a modelled result of three updates, whose digests differ from update ``wrong`` on."""
+    found = []
+    for name in ("measured", "modelled"):
+        updates = [
+            {"update": n, "committed": True, "digests": {"trainer.0": name if n >= wrong else "equal"}}
+            for n in (1, 2, 3)
+        ]
+        found.append({"scenario": {"workload": {"kind": kind}}, "events": list(events), "updates": updates})
+    return found
+
+
+def test_digests_of_both_clocks_are_compared_up_to_what_makes_the_job_another() -> None:
+    lost = {"event": "lost", "update": 2}
+    assert main._same_digests(*sides("train", wrong=4)).ok
+    assert not main._same_digests(*sides("train", wrong=3)).ok
+    assert not main._same_digests(*sides("train", lost, wrong=3)).ok  # a loss changes no step of this job
+    assert not main._same_digests(*sides("rl", wrong=3)).ok
+    row = main._same_digests(*sides("rl", lost, wrong=3))  # others draw its samples from update 3 on
+    assert (row.ok, row.name) == (True, "digests on gloo and on sim, up to the loss after update 2")
+    assert not main._same_digests(*sides("rl", lost, wrong=2)).ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.deployment import Deployment
+from weightsync.reference.digest import state_digest
 from weightsync.reference.members import RankId
 from weightsync.reference.params import int_view
 from weightsync.reference.protocol import Outcome, ProtocolSettings
@@ -62,6 +63,12 @@ class RunResult:
     weights: Mapping[RankId, Mapping[str, Tensor]]
     trace: Trace
     history: History
+
+    def check_digests(self, states: Iterable[Mapping[str, Tensor]]) -> None:
+        """Assert that each update's digest is that of its dense state, by checkpoint name, counted from nothing."""
+        for outcome, state in zip(self.updates, states, strict=True):
+            named = ((meta, state[meta.name]) for meta in self.deployment.tensors)
+            assert outcome.digest == state_digest(named), outcome
 
     @property
     def updates(self) -> Sequence[Outcome]:
