@@ -101,14 +101,15 @@ def demo(
 ) -> None:
     """Train a small model and push it to two rollouts after each step: over gloo for real, then on the model."""
     console = Console()
-    with sentences(), log_json(log):
+    with sentences():
         overrides = []
         if checkpoint is not None:
             overrides = [f"model.checkpoint={json.dumps(str(checkpoint))}", *(PRETRAINED if rl else ())]
         if steps is not None:
             overrides.append(f"workload.steps={steps}")
         scenario = scenario_files.load("tiny-hybrid" if rl else "demo", [*overrides, *(sets or [])])
-        runs = _run_all(console, scenario, ("gloo", "sim"), seed, out)
+        with log_json(log):
+            runs = _run_all(console, scenario, ("gloo", "sim"), seed, out)
         if runs is None:
             return
         (measured, gloo), (modelled, sim) = runs
@@ -130,9 +131,10 @@ def run_command(
 ) -> None:
     """Run a scenario on one backend and check every byte."""
     console = Console()
-    with sentences(), log_json(log):
+    with sentences():
         scenario = scenario_files.load(name, sets or [])
-        runs = _run_all(console, scenario, (backend,), seed, out, nest=False)
+        with log_json(log):
+            runs = _run_all(console, scenario, (backend,), seed, out, nest=False)
         if runs is None:
             return
         ((found, record),) = runs

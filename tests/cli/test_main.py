@@ -87,6 +87,16 @@ def test_a_wrong_request_is_a_sentence_and_code_2(
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize("command", [["demo"], ["run", "tiny-sync", "--backend", "sim"]])
+def test_a_wrong_request_leaves_the_log_of_a_former_run_alone(
+    cli: CliRunner, tmp_path: Path, command: list[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("a former run\n")
+    assert cli.invoke(app, [*command, "--set", "policy.recieve=stage", "--log-json", str(log)]).exit_code == 2
+    assert log.read_text() == "a former run\n"
+
+
 def test_plan_as_json_and_as_tables(cli: CliRunner) -> None:
     found = json.loads(cli.invoke(app, ["plan", "tiny-sync", "--json"]).stdout)
     assert found["exact"]
