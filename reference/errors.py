@@ -126,3 +126,7 @@ class RemoteError(WeightSyncError):
 
 class GroupBroken(WeightSyncError):
     """A data group saw a timeout or an error and is dead; only a new group epoch connects again."""
+
+
+class TagError(WeightSyncError):
+    """A snapshot tag that does not exist or holds nothing, or an operation that would lose weights silently."""
