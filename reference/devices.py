@@ -81,9 +81,8 @@ class TorchDevice:
 
     def holds(self, tensor: Tensor) -> bool:
         """See ``Device.holds``; an index left out is any of the kind."""
-        if self.device.index is None:
-            return tensor.device.type == self.device.type
-        return tensor.device == self.device
+        same = tensor.device.type == self.device.type
+        return same and str(tensor.device).startswith(self.name)
 
     def copy(self, source: Tensor, out: Tensor) -> CopyEvent:
         """See ``Device.copy``."""

@@ -33,6 +33,8 @@ class Trainer:
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
         on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
             by ``update``; the update stays what it was, and ``last`` has its outcome.
+        on_snapshot: called once an update has copied this rank's live parameters, which may be mutated from here on
+            although the update goes on. ``PushSchedule`` sets it.
 
     Attributes:
         version: the last version that every member acknowledged; 0 before the first.
@@ -50,6 +52,7 @@ class Trainer:
         settings: ProtocolSettings,
         on_version: Callable[[int, int], None] | None = None,
         on_update: OnUpdate | None = None,
+        on_snapshot: Callable[[], None] = lambda: None,
     ) -> None:
         self.verbs = verbs
         self.plan = plan
@@ -58,6 +61,7 @@ class Trainer:
         self.settings = settings
         self.on_version = on_version
         self.on_update = on_update
+        self.on_snapshot = on_snapshot
         self.fanout = Fanout(verbs, settings.tries)
         self.slots = BaselineSlots()
         self.updates = 0
