@@ -98,6 +98,7 @@ class PushSchedule:
         pushed: every push that is over and joined, in order.
         step: the last optimizer step that ``publish`` heard of; 0 before the first.
         committed_step: the step whose weights every member was last known to hold; 0 before the first.
+        publishing: the step whose weights were published last, or are being published; 0 before the first.
         oldest: the largest ``staleness`` that a ``publish`` left.
     """
 
@@ -110,8 +111,7 @@ class PushSchedule:
         self.committed_step = 0
         self.oldest = 0
         self._task: Task | None = None
-        self._pushing = 0
-        self._taken: Any = None
+        self.publishing = 0
         self._closed = False
         if settings.fallback:
             why = f"push is asynchronous by its settings, and synchronous by necessity: {settings.fallback}"
@@ -127,7 +127,7 @@ class PushSchedule:
     @property
     def under_way(self) -> int | None:
         """The step whose push is not joined yet, or None."""
-        return self._pushing if self._task is not None else None
+        return self.publishing if self._task is not None else None
 
     async def publish(
         self, step: int, *, last: int | None = None, evaluates: bool = False
@@ -158,10 +158,12 @@ class PushSchedule:
         self.step = step
         ended: tuple[Pushed, ...] = ()
         if self.settings.publishes(step, last=last, evaluates=evaluates):
-            ended = await self.join()
-            await self._start(step)
-            if not self.asynchronous or evaluates:
-                ended += await self.join()
+            ended, self.publishing = await self.join(), step
+            if self.asynchronous:
+                await self._start(step)
+                ended += await self.join() if evaluates else ()
+            else:
+                ended += (self._over(step, await self.trainer.update()),)
         self.oldest = max(self.oldest, self.staleness)
         return ended
 
@@ -175,11 +177,7 @@ class PushSchedule:
         finally:
             if task.done():
                 self._task = None
-        over = Pushed(self._pushing, task.result())
-        self.pushed.append(over)
-        if over.outcome.committed:
-            self.committed_step = over.step
-        return (over,)
+        return (self._over(self.publishing, task.result()),)
 
     async def close(self) -> tuple[Pushed, ...]:
         """Join what is under way, then release the rollouts and drop every group. Repeatable.
@@ -196,10 +194,16 @@ class PushSchedule:
             await self.trainer.fanout.stop(self._task)  # only a cancel leaves one
             await self.trainer.close()
 
+    def _over(self, step: int, outcome: Outcome) -> Pushed:
+        self.pushed.append(Pushed(step, outcome))
+        if outcome.committed:
+            self.committed_step = step
+        return self.pushed[-1]
+
     async def _start(self, step: int) -> None:
         """Start a push, and return when its snapshot is taken or it is over."""
-        verbs, self._pushing = self.trainer.verbs, step
-        self._taken = taken = verbs.clock.future()
+        verbs = self.trainer.verbs
+        taken = verbs.clock.future()
         self.trainer.on_snapshot = lambda: taken.set_result(None)
         self._task = verbs.spawn(self._push(taken), f"push {step}")
         await verbs.clock.wait(taken, None)

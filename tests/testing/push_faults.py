@@ -55,7 +55,7 @@ class PushRun(FaultRun):
         self.held: list[dict[int, int]] = []
 
     def _on_version(self, version: int, slot: int) -> None:
-        step = self.schedules[0]._pushing
+        step = self.schedules[0].publishing
         self.steps_of[version] = step
         self.history.record(version, tiny_shards(self.seed, step - 1), key=(self.seed, step - 1))
 
@@ -111,13 +111,14 @@ class PushRun(FaultRun):
             self.report.violated(f"staleness {schedule.staleness} after step {schedule.step}, {committed}")
         if schedule.pushed and schedule.pushed[-1].step != schedule.step - schedule.asynchronous:
             self.report.violated(f"after step {schedule.step} the last joined push is {schedule.pushed[-1]}")
-        members = schedule.pushed[-1].outcome if schedule.pushed else None
-        for number, step in here.items():
-            if members is not None and members.committed and number in members.members:
-                if not schedule.pushed[-1].step <= step <= schedule.step:
-                    self.report.violated(
-                        f"rollout {number} holds step {step} after step {schedule.step}: more than one step late"
-                    )
+        if not schedule.pushed or not schedule.pushed[-1].outcome.committed:
+            return
+        newest = schedule.pushed[-1]
+        for number in set(here) & set(newest.outcome.members):
+            if not newest.step <= here[number] <= schedule.step:
+                self.report.violated(
+                    f"rollout {number} holds step {here[number]} after step {schedule.step}, more than one step late"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +151,11 @@ def exhaustive_pushes(receive: str = "stage") -> list[PushCase]:
     """Every await of every rank times every kind of fault; a killed rollout also with a restart."""
     counts = push_awaits(receive)
     return [
-        PushCase(faults, receive=receive)
-        for faults in (*exhaustive(counts), *returning(counts, (20, 700)))
+        PushCase(faults, receive=receive) for faults in (*exhaustive(counts), *returning(counts, (20, 700)))
     ]
 
 
-def seeded_pushes(
-    seeds: Iterable[int], schedule: type[PushSchedule] = PushSchedule
-) -> Iterable[PushCase]:
+def seeded_pushes(seeds: Iterable[int], schedule: type[PushSchedule] = PushSchedule) -> Iterable[PushCase]:
     """One case per seed, as ``fuzz.seeded_cases``."""
     counts = push_awaits()
     for seed in seeds:
