@@ -80,8 +80,11 @@ class _Write:
     index: Tensor
     values: Tensor
 
-    def do(self, taken: slice) -> None:
-        self.cells.write(self.index[taken], self.values[taken])
+    def do(self, taken: slice, log: UndoLog | None) -> None:
+        if log is None:
+            self.cells.write(self.index[taken], self.values[taken])
+        else:
+            log.overwrite(self.cells, self.index[taken], self.values[taken])
 
 
 class Target:
@@ -175,7 +178,7 @@ class Target:
     def apply(self, decoded: Decoded, undo: bool) -> Step[int]:
         """Write this rank's elements of a validated bucket in place; returns the bytes written, O(changed).
 
-        With ``undo`` the old bits are kept before the first write, until ``commit``; a step abandoned at its
+        With ``undo`` the old bits are kept, each before it is overwritten, until ``commit``; a step abandoned at its
         pause can be rolled back. Applying the same bucket again is harmless.
 
         Raises:
@@ -184,15 +187,12 @@ class Target:
         if not decoded.validated:
             raise PlanMismatch("bucket was not validated, expected that before any write; validate it first")
         writes = [write for one in decoded.ranges for write in self._writes(one)]
-        if undo:
-            for write in writes:
-                self._log.record(write.cells, write.index)
-        nbytes = sum(write.values.nbytes for write in writes)
+        nbytes, log = sum(write.values.nbytes for write in writes), self._log if undo else None
         for write in writes:
-            write.do(slice(0, write.index.numel() // 2))
+            write.do(slice(0, write.index.numel() // 2), log)
         yield Touched(nbytes, writes=(WEIGHTS,))
         for write in writes:
-            write.do(slice(write.index.numel() // 2, None))
+            write.do(slice(write.index.numel() // 2, None), log)
         return nbytes
 
     def rollback(self) -> Step[int]:
@@ -254,15 +254,14 @@ class Target:
         writes: list[_Write] = []
         for holder in self._holders.get(one.spec.tensor, ()):
             if one.positions is not None:
-                flat = one.positions.to(torch.int64) + one.spec.base
-                writes.append(_by_position(holder, flat, one.bits))
+                writes.append(_by_position(holder, one.positions, one.spec.base, one.bits))
             else:
                 writes += _dense_writes(holder, one.spec.base, one.bits)
         return [write for write in writes if write.index.numel()]
 
 
-def _by_position(holder: Holder, flat: Tensor, bits: Tensor) -> _Write:
-    held, local = holder.row_map.to_local(holder.output, flat)
+def _by_position(holder: Holder, positions: Tensor, base: int, bits: Tensor) -> _Write:
+    held, local = holder.row_map.locate(holder.output, positions, base)
     return _Write(Cells.of(holder.weight), local, bits if local.numel() == bits.numel() else bits[held])
 
 
@@ -273,7 +272,7 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
     end = base + bits.numel()
     first, last = -(-base // full_width), end // full_width
     if first >= last or row_map.width == 0:
-        return [_by_position(holder, torch.arange(base, end), bits)]
+        return [_by_position(holder, torch.arange(bits.numel()), base, bits)]
     head, tail = first * full_width - base, last * full_width - base
     local, rows = holder.rows
     low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
@@ -283,5 +282,5 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
     writes = [_Write(cells, local[low:high], values if row_map.width > 1 else values.reshape(-1))]
     for start, stop in ((0, head), (tail, bits.numel())):
         if stop > start:
-            writes.append(_by_position(holder, torch.arange(base + start, base + stop), bits[start:stop]))
+            writes.append(_by_position(holder, torch.arange(stop - start), base + start, bits[start:stop]))
     return writes
