@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range,
 from weightsync.reference.delta import Cells, UndoLog
 from weightsync.reference.digest import OwnedDigest, combine
 from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.holdings import Holding, Narrowed
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.progress import Progress
 from weightsync.reference.rowmap import RowMap
@@ -59,7 +61,7 @@ class Holder:
     Attributes:
         name: runtime name.
         row_map: its map.
-        output: index of the checkpoint tensor in the map's outputs.
+        output: index of the checkpoint tensor, or of the slice of it that buckets name, in the map's outputs.
         weight: the live tensor, written in place.
     """
 
@@ -96,6 +98,11 @@ class Target:
         weights: runtime name -> live tensor, of any strides; written in place, never replaced.
         aliases: tied runtime name -> the name it is tied to. Tied names that share storage are written once;
             one with a storage of its own is written as well, and counts in the digest when it differs.
+        route: "all": buckets name every element of the checkpoint; "owned": only what this rank holds, in the
+            coordinates of ``holding``. The digest is in checkpoint coordinates either way.
+
+    Attributes:
+        holding: what buckets name.
 
     Raises:
         PlanMismatch: a weight is missing, has another dtype or shape than its map, or an alias is tied to
@@ -108,14 +115,18 @@ class Target:
         maps: Mapping[str, RowMap],
         weights: Mapping[str, Tensor],
         aliases: Mapping[str, str] | None = None,
+        route: Literal["all", "owned"] = "all",
     ) -> None:
         self.tensors = tuple(tensors)
+        owned = route == "owned"
+        self.holding = Holding.of(self.tensors, maps.values()) if owned else Holding.whole(self.tensors)
         self.weights = dict(weights)
         self._holders: dict[int, list[Holder]] = {}
         self._digested: list[tuple[OwnedDigest, Tensor]] = []
         self._copies: list[tuple[OwnedDigest, Tensor, Tensor]] = []
         self._log = UndoLog()
-        self._progress = Progress(self.tensors)
+        self._progress = Progress(self.holding.tensors)
+        self._narrow = Narrowed(self.holding)
         aliases = dict(aliases or {})
         seen: set[tuple[int, int]] = set()
         for name, row_map in maps.items():
@@ -145,7 +156,7 @@ class Target:
             return Decoded(bucket.header, bucket.nbytes, end=read_end(bucket))
         if bucket.header.kind == ABORT:
             return Decoded(bucket.header, bucket.nbytes, aborted=read_abort(bucket))
-        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.tensors)))
+        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.holding.tensors)))
 
     def validate(self, decoded: Decoded, *, version: int, base: int, epoch: int, sequence: int) -> Step[None]:
         """Return if the bucket is the expected next one and everything in it fits; nothing is written.
@@ -228,6 +239,11 @@ class Target:
         return {name: int_view(weight).clone() for name, weight in self.weights.items()}
 
     @property
+    def fingerprint(self) -> int:
+        """Of what buckets name: see ``Holding.fingerprint``."""
+        return self.holding.fingerprint
+
+    @property
     def undo_bytes(self) -> int:
         """Bytes that the undo log holds now."""
         return self._log.nbytes
@@ -246,7 +262,8 @@ class Target:
             return False
         seen.add(storage)
         for output, number in enumerate(row_map.outputs):
-            self._holders.setdefault(number, []).append(Holder(name, row_map, output, weight))
+            narrow, index = self._narrow.map(row_map, output)
+            self._holders.setdefault(number, []).append(Holder(name, narrow, index, weight))
         return True
 
     def _writes(self, one: Range) -> list[_Write]:
