@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from weightsync.cli import logs
+from torch import Tensor
+
 from weightsync.cli.model.synthetic import SyntheticWorkload
-from weightsync.cli.record import RankRecord
 from weightsync.cli.rl.engine import TokenTurns
 from weightsync.cli.scenario import Scenario
 from weightsync.reference.deployment import Deployment
+from weightsync.reference.holdings import Holding
+from weightsync.reference.issue_order import OrderedTrainer
+from weightsync.reference.live_source import LiveSource, LiveTrainer
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.seams import Engine
+from weightsync.reference.source import Source
 from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
+from weightsync.sim.phantom import PhantomTarget
 
 MS = 1_000_000
 PATIENCE = 20
@@ -53,6 +59,7 @@ def settings(scenario: Scenario) -> ProtocolSettings:
     policy = scenario.policy
     return ProtocolSettings(
         receive=policy.receive,
+        route=policy.route,
         verify_every=policy.verify_every,
         on_rollout_loss=policy.on_rollout_loss,
         connect_ns=policy.update_ms * MS,
@@ -88,15 +95,33 @@ def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple
     return tuple(shares)
 
 
-def blank_target(deployment: Deployment, rank: RankId) -> Target:
+def blank_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> Target:
     """A rollout rank's bytes before the first update: allocated, zero."""
+    maps, route = deployment.rollout_maps(rank), scenario.policy.route
+    return Target(deployment.tensors, maps, deployment.blank(rank), deployment.aliases(rank), route)
+
+
+def counted_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> PhantomTarget:
+    """A rollout rank's bytes, counted only."""
     maps = deployment.rollout_maps(rank)
-    return Target(deployment.tensors, maps, deployment.blank(rank), deployment.aliases(rank))
+    owned = scenario.policy.route == "owned"
+    tensors = deployment.tensors
+    return PhantomTarget(maps, Holding.of(tensors, maps.values()) if owned else Holding.whole(tensors))
+
+
+def source(scenario: Scenario, deployment: Deployment, rank: RankId, params: Mapping[str, Tensor]) -> Source:
+    """A trainer rank's bytes: with two snapshots, or none."""
+    kind = Source if scenario.policy.snapshot != "none" else LiveSource
+    return kind(deployment.plan, rank.rank, params)
 
 
 def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:
     """The protocol's half of one trainer rank."""
-    return Trainer(verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario))
+    routes = deployment.routes(scenario.policy.route)
+    kind = OrderedTrainer if scenario.policy.snapshot != "none" else LiveTrainer
+    return kind(
+        verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario), routes=routes
+    )
 
 
 def rollout_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Rollout:
@@ -105,16 +130,11 @@ def rollout_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Ro
     return Rollout(verbs, deployment.plan.fingerprint, ranks, deployment.trainers[0], settings(scenario))
 
 
+def priced(scenario: Scenario) -> dict[str, str]:
+    """Verb -> the name under which it is priced on simulated time, where that is another one."""
+    return {"snapshot": "snapshot_on_device"} if scenario.policy.snapshot == "device" else {}
+
+
 def local_bytes(row_map: RowMap) -> int:
     """Bytes of one runtime parameter on its rank."""
     return math.prod(row_map.local_shape) * row_map.dtype.itemsize
-
-
-async def push(half: Trainer, record: RankRecord) -> None:
-    """One update on one trainer rank, with its outcome and its time put into ``record``."""
-    logs.step(half, record)
-    start = half.verbs.now_ns()
-    try:
-        record.outcomes.append(await half.update())
-    finally:
-        record.inside.append((start, half.verbs.now_ns()))

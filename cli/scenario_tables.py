@@ -151,7 +151,8 @@ class Rl(Table):
 
     ``lr`` of the workload holds for a share ``decay_from`` of the steps, then falls by equal factors to ``lr_last``.
     ``entropy`` weighs the policy's entropy, in nats per token, against the advantages, which keeps it from settling
-    on wrong answers early; the weight falls with the step size.
+    on wrong answers early; the weight falls with the step size. ``correction`` ``"tis"`` weighs each token by how much
+    likelier it is now than when it was drawn, at most ``learner.TIS_CAP`` times.
     """
 
     task: Literal["reverse", "add"] = "reverse"
@@ -164,6 +165,7 @@ class Rl(Table):
     lr_last: float = Field(default=1e-6, gt=0.0)
     decay_from: float = Field(default=0.5, ge=0.0, le=1.0)
     entropy: float = Field(default=0.0, ge=0.0)
+    correction: Literal["none", "tis"] = "none"
 
 
 class Workload(Table):
@@ -195,7 +197,11 @@ class Workload(Table):
 class Policy(Table):
     """How an update is pushed, and what happens when it fails."""
 
+    push: Literal["sync", "async"] = "sync"
+    snapshot: Literal["host", "device", "none"] = "host"
+    publish_interval: int = Field(default=1, ge=1)
     receive: Literal["stage", "stream"] = "stage"
+    route: Literal["all", "owned"] = "all"
     verify_every: int = Field(default=1, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
     on_rollout_loss: Literal["fail", "continue"] = "fail"

@@ -14,6 +14,7 @@ from weightsync.reference.metrics import OnUpdate
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import DELTA, Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
+from weightsync.reference.routes import Route, choose_routes
 from weightsync.reference.snapshot import BaselineSlots
 from weightsync.reference.status import TrainerStatus, ask
 from weightsync.reference.transmit import Job, make_job, streams, transmit
@@ -33,11 +34,11 @@ class Trainer:
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
         on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
             by ``update``; the update stays what it was, and ``last`` has its outcome.
-        on_snapshot: called once an update has copied this rank's live parameters, which may be mutated from here on
-            although the update goes on. ``PushSchedule`` sets it.
+        routes: what is sent to which rollout ranks under ``route = "owned"``; see ``routes.owned_routes``.
 
     Attributes:
         version: the last version that every member acknowledged; 0 before the first.
+        on_snapshot: called, in the midst of an update, once the live parameters are copied and may change.
         last: the outcome of the last update that is over, or None.
         gone: number of each rollout that was lost and has committed nothing since, and why.
         rejoined: number of each rollout that was lost and committed the last update, and why it was lost.
@@ -52,7 +53,7 @@ class Trainer:
         settings: ProtocolSettings,
         on_version: Callable[[int, int], None] | None = None,
         on_update: OnUpdate | None = None,
-        on_snapshot: Callable[[], None] = lambda: None,
+        routes: Sequence[Route] | None = None,
     ) -> None:
         self.verbs = verbs
         self.plan = plan
@@ -61,11 +62,12 @@ class Trainer:
         self.settings = settings
         self.on_version = on_version
         self.on_update = on_update
-        self.on_snapshot = on_snapshot
+        self.on_snapshot: Callable[[], None] = lambda: None
         self.fanout = Fanout(verbs, settings.tries)
+        everybody = [rank for rollout in rollouts for rank in rollout.ranks]
+        self.routes = choose_routes(plan, settings.route, routes, everybody)
         self.slots = BaselineSlots()
-        self.updates = 0
-        self.highest = 0
+        self.updates = self.highest = 0
         self.version = 0
         self.epoch = 0
         self.members: tuple[int, ...] = ()
@@ -255,8 +257,7 @@ class Trainer:
         for stream in job.streams:
             body = {
                 "epoch": self.epoch, "version": job.version, "base": job.base_version if stream.kind == DELTA else 0,
-                "kind": stream.kind, "group": stream.group.name, "members": [str(m) for m in stream.group.members],
-                "update": self.updates,
+                "kind": stream.kind, "lanes": [lane.told() for lane in stream.lanes], "update": self.updates,
             }  # fmt: skip
             for number in stream.rollouts:
                 tasks.append(self.fanout.ask(self.rollouts[number].leader, "start", body, deadline_ns))

@@ -25,6 +25,9 @@ from weightsync.reference.deployment import Deployment
 ADVANTAGE_EPS = 1e-4
 """Added to a group's deviation, so that a group of equal rewards teaches nothing (GRPO)."""
 
+TIS_CAP = 2.0
+"""The most that a token counts under truncated importance sampling."""
+
 
 class Learner:
     """A tensor-parallel rank that learns. Its live parameters are Megatron's, with their attributes.
@@ -71,7 +74,8 @@ class Learner:
             leaves = {name: param.detach().float().requires_grad_() for name, param in self.params.items()}
             with torch.enable_grad():
                 logprobs, entropies = self._judged(leaves, questions, samples)
-                loss = -(advantages(rewards, self.work).unsqueeze(1) * logprobs).mean()
+                weights = importance(logprobs.detach(), samples.logprobs, self.work)
+                loss = -(weights * advantages(rewards, self.work).unsqueeze(1) * logprobs).mean()
                 entropy = entropies.mean()
                 bonus = self.work.rl.entropy * lr / self.work.lr
                 (loss - bonus * entropy).backward()  # type: ignore[no-untyped-call]
@@ -152,6 +156,20 @@ def advantages(rewards: Tensor, work: Workload) -> Tensor:
     groups = rewards.view(-1, work.rl.samples)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + ADVANTAGE_EPS)).view(-1)
+
+
+def importance(now: Tensor, drawn: Tensor, work: Workload) -> Tensor:
+    """What each token's gradient is weighed with, for samples of older weights: (samples, tokens) float32.
+
+    1 without a correction; with ``tis`` the token's probability now over that at its draw, at most ``TIS_CAP``
+    (truncated importance sampling, Ionides 2008).
+
+    Args:
+        now: log-probabilities at the trainer, in nats.
+        drawn: those at the rollout that drew the tokens.
+        work: the scenario's workload.
+    """
+    return (now - drawn).exp().clamp(max=TIS_CAP) if work.rl.correction == "tis" else torch.ones_like(now)
 
 
 def learning_rate(work: Workload, step: int) -> float:
