@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import binascii
 from dataclasses import replace
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,10 +28,12 @@ from weightsync.reference.buckets import (
     Range,
     RangeSpec,
     abort_bucket,
+    check_payload,
     end_bucket,
     pack_bucket,
     read_abort,
     read_end,
+    seal,
     unpack,
 )
 from weightsync.reference.encoding import Encoding, as_bytes, cheapest, element_bytes, from_bytes
@@ -90,9 +92,8 @@ def example() -> Bucket:
 
 def resealed(bucket: Bucket, payload: Tensor, **changes: int) -> Bucket:
     """The bucket with another payload under a right checksum: made up, not damaged."""
-    checksum = xxhash.xxh3_128_digest(payload.numpy().data)
-    header = replace(bucket.header, payload_bytes=payload.numel(), checksum=checksum, **changes)
-    return Bucket(header, payload)
+    heading = bucket.header.heading
+    return seal(heading, changes.get("ranges", bucket.header.ranges), payload, bucket.header.status)
 
 
 def with_entry(bucket: Bucket, number: int, **changes: int) -> Bucket:
@@ -105,12 +106,19 @@ def with_entry(bucket: Bucket, number: int, **changes: int) -> Bucket:
     return resealed(bucket, payload)
 
 
+def flipped(raw: bytes, bit: int) -> bytes:
+    """The bytes with one bit flipped."""
+    changed = bytearray(raw)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
 @given(
     heading=headings(st.sampled_from(sorted(KINDS))),
     ranges=U32,
     size=st.integers(0, (1 << 64) - 1),
     checksum=st.binary(min_size=16, max_size=16),
-    status=U32,
+    status=st.integers(0, (1 << 16) - 1),
 )
 def test_a_header_survives_its_64_bytes(
     heading: Heading, ranges: int, size: int, checksum: bytes, status: int
@@ -125,8 +133,8 @@ def test_a_header_survives_its_64_bytes(
     ("at", "byte", "said"),
     [
         (0, 0, r"starts with b'\\x00SYN', expected b'WSYN'"),
-        (4, 2, "format 2 and flags 0, expected format 1"),
-        (7, 1, "format 1 and flags 1, expected format 1 and flags 0"),
+        (4, 2, "format 2, expected format 1"),
+        (7, 1, "flags 1, expected 0 in format 1"),
         (6, 9, r"kind 9, expected one of 1 \(full\), 2 \(delta\), 3 \(end\), 4 \(abort\)"),
     ],
     ids=["magic", "format", "flags", "kind"],
@@ -134,8 +142,43 @@ def test_a_header_survives_its_64_bytes(
 def test_a_header_of_another_make_is_refused(at: int, byte: int, said: str) -> None:
     raw = bytearray(example().header.pack())
     raw[at] = byte
+    raw[10:12] = binascii.crc_hqx(raw[:10] + bytes(2) + raw[12:], 0xFFFF).to_bytes(2, "little")
     with pytest.raises(PatchMismatch, match=said):
         Header.unpack(bytes(raw))
+
+
+@pytest.mark.parametrize("kind", ["bucket", "end", "abort"])
+def test_any_flipped_bit_of_a_bucket_is_refused(kind: str) -> None:
+    """Those of the header before it is known how many bytes follow."""
+    made = {"bucket": example(), "end": end_bucket(HEADING, 1, 2, 3), "abort": abort_bucket(HEADING, "why")}
+    bucket = made[kind]
+    raw = bucket.header.pack()
+    for bit in range(8 * HEADER_BYTES):
+        with pytest.raises(PatchMismatch):
+            Header.unpack(flipped(raw, bit))
+    for bit in range(8 * bucket.payload.numel()):
+        payload = torch.frombuffer(bytearray(flipped(bytes(bucket.payload.tolist()), bit)), dtype=torch.uint8)
+        with pytest.raises(PatchMismatch, match="checksum"):
+            check_payload(Bucket(bucket.header, payload))
+
+
+@given(bits=st.sets(st.integers(0, 8 * HEADER_BYTES - 1), min_size=1, max_size=3))
+def test_up_to_three_flipped_bits_of_a_header_are_refused(bits: set[int]) -> None:
+    raw = example().header.pack()
+    for bit in bits:
+        raw = flipped(raw, bit)
+    with pytest.raises(PatchMismatch):
+        Header.unpack(raw)
+
+
+@given(heading=headings(st.sampled_from(sorted(KINDS))), ranges=U32, status=st.integers(0, (1 << 16) - 1))
+def test_a_payload_fits_no_other_header(heading: Heading, ranges: int, status: int) -> None:
+    """Also one whose own check is right: the checksum is of both."""
+    right = example()
+    other = replace(right.header, heading=heading, ranges=ranges, status=status)
+    if other != right.header:
+        with pytest.raises(PatchMismatch, match="checksum"):
+            check_payload(Bucket(Header.unpack(other.pack()), right.payload))
 
 
 def test_a_header_of_another_length_is_refused() -> None:
@@ -176,7 +219,7 @@ def test_any_damaged_byte_is_refused(data: st.DataObject) -> None:
     bucket = example()
     payload = bucket.payload.clone()
     payload[data.draw(st.integers(0, payload.numel() - 1))] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(PatchMismatch, match="bucket 2 of version 7 has payload checksum"):
+    with pytest.raises(PatchMismatch, match="bucket 2 of version 7 has checksum"):
         unpack(Bucket(bucket.header, payload), METAS)
 
 
@@ -223,9 +266,9 @@ def test_a_table_longer_than_the_payload_is_refused() -> None:
 
 def test_a_full_bucket_has_dense_ranges_only() -> None:
     bucket = example()
-    header = replace(bucket.header, heading=replace(HEADING, kind=FULL))
+    full = seal(replace(HEADING, kind=FULL), bucket.header.ranges, bucket.payload)
     with pytest.raises(PatchMismatch, match="range of 'a' in a full update is INT32, expected DENSE"):
-        unpack(Bucket(header, bucket.payload), METAS)
+        unpack(full, METAS)
 
 
 @given(digest=I64, buckets=st.integers(0, 1 << 40), nbytes=st.integers(0, 1 << 60))
