@@ -265,6 +265,23 @@ class ReceiverSession:
             self._run(self._rollout.abort(self._request("abort", {"version": version, "reason": reason})))
             return running is not None and self._rollout.update is None
 
+    def recount(self) -> int:
+        """This rank's share of the digest, every element read now; to be called while nothing is in progress.
+
+        The shares of all ranks add up to the digest of the version held (``digest.combine``). What was kept since the
+        last recount cannot show a bit that changed where nothing was written.
+
+        Raises:
+            StaleVersion: a version is in progress; nothing changed.
+        """
+        with self._call("recount"):
+            if self._rollout.update is not None:
+                raise StaleVersion(
+                    f"recount() of {self.me} was called while version {self._rollout.update.version} is in progress, "
+                    "expected none; commit or abort it first"
+                )
+            return self._run(self.verbs.digest(afresh=True))
+
     def status(self) -> SessionStatus:
         """What this rank holds now; may be called from any thread, also during another call."""
         rollout, update = self._rollout, self._rollout.update

@@ -206,10 +206,12 @@ class UndoLog:
         """Bytes that the log holds: old bits and int64 indices."""
         return sum(index.nbytes + old.nbytes for _, index, old in self.entries)
 
-    def record(self, cells: Cells, index: Tensor) -> None:
-        """Keep the bits at ``index``; to be called before they are overwritten."""
+    def record(self, cells: Cells, index: Tensor) -> Tensor:
+        """Keep the bits at ``index``, and return them; to be called before they are overwritten."""
+        old = cells.read(index)
         if index.numel():
-            self.entries.append((cells, index, cells.read(index)))
+            self.entries.append((cells, index, old))
+        return old
 
     def steps(self) -> Step[int]:
         """Write the old bits back, last entry first, pausing half-way; returns the number of elements

@@ -11,14 +11,18 @@ from torch import Tensor
 
 from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range, read_abort, read_end, unpack
 from weightsync.reference.delta import Cells, UndoLog
-from weightsync.reference.digest import OwnedDigest, combine
+from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.progress import Progress
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.share import KeptShare
 from weightsync.reference.steps import Step, Touched
 
 WEIGHTS = "weights"
+
+COPY = 3
+"""A tied name with a storage of its own adds so many times what it differs by: no other change hides it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -109,15 +113,14 @@ class Target:
         self.tensors = tuple(tensors)
         self.weights = dict(weights)
         self._holders: dict[int, list[Holder]] = {}
-        self._digested: list[tuple[OwnedDigest, Tensor]] = []
-        self._copies: list[tuple[OwnedDigest, Tensor, Tensor]] = []
+        self._share = KeptShare(self.tensors)
         self._log = UndoLog()
         self._progress = Progress(self.tensors)
         aliases = dict(aliases or {})
         seen: set[tuple[int, int]] = set()
         for name, row_map in maps.items():
             if name not in aliases and self._hold(name, row_map, seen):
-                self._digested.append((OwnedDigest(row_map, self.tensors), self.weights[name]))
+                self._share.count(row_map, self.weights[name])
         for name, tied_to in aliases.items():
             if tied_to not in maps:
                 raise PlanMismatch(
@@ -126,8 +129,8 @@ class Target:
                 )
             row_map = maps.get(name, maps[tied_to])
             if name in self.weights and self._hold(name, row_map, seen):
-                table = OwnedDigest(row_map, self.tensors)
-                self._copies.append((table, self.weights[name], self.weights[tied_to]))
+                self._share.count(row_map, self.weights[name], COPY)
+                self._share.count(row_map, self.weights[tied_to], -COPY)
         self.unsent = tuple(name for name in self.weights if name not in maps and name not in aliases)
         """Names of weights that no update reaches."""
 
@@ -184,15 +187,17 @@ class Target:
         if not decoded.validated:
             raise PlanMismatch("bucket was not validated, expected that before any write; validate it first")
         writes = [write for one in decoded.ranges for write in self._writes(one)]
+        old: list[Tensor] | None = None
         if undo:
-            for write in writes:
-                self._log.record(write.cells, write.index)
+            if not self._log.entries:
+                self._share.mark()
+            old = [self._log.record(write.cells, write.index) for write in writes]
+        else:
+            self._share.forget_all()
         nbytes = sum(write.values.nbytes for write in writes)
-        for write in writes:
-            write.do(slice(0, write.index.numel() // 2))
+        self._write(writes, old, second=False)
         yield Touched(nbytes, writes=(WEIGHTS,))
-        for write in writes:
-            write.do(slice(write.index.numel() // 2, None))
+        self._write(writes, old, second=True)
         return nbytes
 
     def rollback(self) -> Step[int]:
@@ -200,8 +205,13 @@ class Target:
         Repeatable.
         """
         self._progress.reset()
+        undone = bool(self._log.entries)
+        if undone:
+            self._share.forget()
         nbytes = yield from self._log.steps()
         self._log.clear()
+        if undone:
+            self._share.restore()
         return nbytes
 
     def commit(self) -> Step[None]:
@@ -210,14 +220,16 @@ class Target:
         self._progress.reset()
         self._log.clear()
 
-    def digest(self) -> Step[int]:
-        """This rank's share of the digest: the rows it owns, read now, in checkpoint coordinates."""
-        half = len(self._digested) // 2
-        shares = [table.of(weight) for table, weight in self._digested[:half]]
-        yield Touched(sum(weight.nbytes for _, weight in self._digested), reads=(WEIGHTS,))
-        shares += [table.of(weight) for table, weight in self._digested[half:]]
-        shares += [3 * (table.of(copy) - table.of(tied_to)) for table, copy, tied_to in self._copies]
-        return combine(shares)
+    def digest(self, *, afresh: bool = False) -> Step[int]:
+        """This rank's share of the digest: the rows it owns, in checkpoint coordinates.
+
+        It follows the deltas that are applied and rolled back, and costs nothing then. ``afresh``, and the first time
+        after anything else was written, every element is read: that sees a bit which changed where nothing was written.
+        """
+        if self._share.value is not None and not afresh:
+            yield Touched(0)
+            return self._share.value
+        return (yield from self._share.steps())
 
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
@@ -248,6 +260,18 @@ class Target:
         for output, number in enumerate(row_map.outputs):
             self._holders.setdefault(number, []).append(Holder(name, row_map, output, weight))
         return True
+
+    def _write(self, writes: Sequence[_Write], old: Sequence[Tensor] | None, *, second: bool) -> None:
+        """Do one half of every write; the share follows those whose old bits are known."""
+        known, shift = self._share.forget(), 0
+        for number, write in enumerate(writes):
+            half = write.index.numel() // 2
+            taken = slice(half, None) if second else slice(0, half)
+            write.do(taken)
+            if old is not None and known is not None:
+                shift += self._share.shift(write.cells, write.index[taken], old[number][taken])
+        if old is not None and known is not None:
+            self._share.value = wrap(known + shift)
 
     def _writes(self, one: Range) -> list[_Write]:
         """What one range writes on this rank; out-of-shard elements are dropped."""
