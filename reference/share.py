@@ -7,7 +7,6 @@ encoding the values came. What it cannot see is a bit that changed where nothing
 from __future__ import annotations
 
 import itertools
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
