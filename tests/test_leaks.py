@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import threading
 import tracemalloc
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -33,7 +33,7 @@ class Held(NamedTuple):
 def held() -> Held:
     gc.collect()
     return Held(
-        threading.active_count(), len(os.listdir("/proc/self/fd")), tracemalloc.get_traced_memory()[0]
+        threading.active_count(), len(list(Path("/proc/self/fd").iterdir())), tracemalloc.get_traced_memory()[0]
     )
 
 
