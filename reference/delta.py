@@ -22,6 +22,7 @@ WIDE = 1 << 31
 """From this many elements on, a tensor's positions do not fit int32."""
 
 _WORDS_AT_ONCE = 1 << 16
+_CELLS_AT_ONCE = 1 << 14
 _SPARSE_FROM = 200  # look into differing words only where fewer than one in this many differs
 _LANES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -206,12 +207,19 @@ class UndoLog:
         """Bytes that the log holds: old bits and int64 indices."""
         return sum(index.nbytes + old.nbytes for _, index, old in self.entries)
 
-    def record(self, cells: Cells, index: Tensor) -> Tensor:
-        """Keep the bits at ``index``, and return them; to be called before they are overwritten."""
-        old = cells.read(index)
+    def record(self, cells: Cells, index: Tensor) -> None:
+        """Keep the bits at ``index``; to be called before they are overwritten."""
         if index.numel():
-            self.entries.append((cells, index, old))
-        return old
+            self.entries.append((cells, index, cells.read(index)))
+
+    def overwrite(self, cells: Cells, index: Tensor, values: Tensor) -> None:
+        """Overwrite the bits at ``index``, each kept before it is; block by block, so that what was read is still in
+        the cache when it is written.
+        """
+        for start in range(0, index.numel(), max(1, _CELLS_AT_ONCE // cells.width)):
+            block = slice(start, start + max(1, _CELLS_AT_ONCE // cells.width))
+            self.record(cells, index[block])
+            cells.write(index[block], values[block])
 
     def steps(self) -> Step[int]:
         """Write the old bits back, last entry first, pausing half-way; returns the number of elements
@@ -246,9 +254,10 @@ def apply(patch: SparsePatch, target: Tensor, log: UndoLog | None = None) -> int
     """
     check_patch(patch, ParamMeta.of(patch.meta.name, target))
     cells, positions = Cells.of(target), patch.positions.to(torch.int64)
-    if log is not None:
-        log.record(cells, positions)
-    cells.write(positions, int_view(patch.values))
+    if log is None:
+        cells.write(positions, int_view(patch.values))
+    else:
+        log.overwrite(cells, positions, int_view(patch.values))
     return patch.nnz
 
 

@@ -22,6 +22,8 @@ class ProtocolSettings:
     Attributes:
         receive: ``"stage"``: buckets are received while generating, the pause is the apply only, and there must be
             room for one update; ``"stream"``: generation is paused for the whole update.
+        route: ``"all"``: every rollout rank is sent the whole update; ``"owned"``: only what it holds, for which the
+            lead's ``Trainer`` needs its routes and a rollout's ``Target`` the same word.
         verify_every: digests are compared at every update; every this many, all elements are read for them, on both
             sides. In between they follow the changes, which cannot show a bit that flipped where nothing was
             written. 0: never.
@@ -36,6 +38,7 @@ class ProtocolSettings:
     """
 
     receive: Literal["stage", "stream"] = "stage"
+    route: Literal["all", "owned"] = "all"
     verify_every: int = 10
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     connect_ns: int = 10_000_000_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range,
 from weightsync.reference.delta import Cells, UndoLog
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.holdings import Holding, Narrowed
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.progress import Progress
 from weightsync.reference.rowmap import RowMap
@@ -63,7 +65,7 @@ class Holder:
     Attributes:
         name: runtime name.
         row_map: its map.
-        output: index of the checkpoint tensor in the map's outputs.
+        output: index of the checkpoint tensor, or of the slice of it that buckets name, in the map's outputs.
         weight: the live tensor, written in place.
     """
 
@@ -84,8 +86,11 @@ class _Write:
     index: Tensor
     values: Tensor
 
-    def do(self, taken: slice) -> None:
-        self.cells.write(self.index[taken], self.values[taken])
+    def do(self, taken: slice, log: UndoLog | None) -> None:
+        if log is None:
+            self.cells.write(self.index[taken], self.values[taken])
+        else:
+            log.overwrite(self.cells, self.index[taken], self.values[taken])
 
 
 class Target:
@@ -97,6 +102,11 @@ class Target:
         weights: runtime name -> live tensor, of any strides; written in place, never replaced.
         aliases: tied runtime name -> the name it is tied to. Tied names that share storage are written once;
             one with a storage of its own is written as well, and counts in the digest when it differs.
+        route: "all": buckets name every element of the checkpoint; "owned": only what this rank holds, in the
+            coordinates of ``holding``. The digest is in checkpoint coordinates either way.
+
+    Attributes:
+        holding: what buckets name.
 
     Raises:
         PlanMismatch: a weight is missing, has another dtype or shape than its map, or an alias is tied to
@@ -109,13 +119,17 @@ class Target:
         maps: Mapping[str, RowMap],
         weights: Mapping[str, Tensor],
         aliases: Mapping[str, str] | None = None,
+        route: Literal["all", "owned"] = "all",
     ) -> None:
         self.tensors = tuple(tensors)
+        owned = route == "owned"
+        self.holding = Holding.of(self.tensors, maps.values()) if owned else Holding.whole(self.tensors)
         self.weights = dict(weights)
         self._holders: dict[int, list[Holder]] = {}
         self._share = KeptShare(self.tensors)
         self._log = UndoLog()
-        self._progress = Progress(self.tensors)
+        self._progress = Progress(self.holding.tensors)
+        self._narrow = Narrowed(self.holding)
         aliases = dict(aliases or {})
         seen: set[tuple[int, int]] = set()
         for name, row_map in maps.items():
@@ -145,7 +159,7 @@ class Target:
             return Decoded(bucket.header, bucket.nbytes, end=read_end(bucket))
         if bucket.header.kind == ABORT:
             return Decoded(bucket.header, bucket.nbytes, aborted=read_abort(bucket))
-        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.tensors)))
+        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.holding.tensors)))
 
     def validate(self, decoded: Decoded, *, version: int, base: int, epoch: int, sequence: int) -> Step[None]:
         """Return if the bucket is the expected next one and everything in it fits; nothing is written.
@@ -178,7 +192,7 @@ class Target:
     def apply(self, decoded: Decoded, undo: bool) -> Step[int]:
         """Write this rank's elements of a validated bucket in place; returns the bytes written, O(changed).
 
-        With ``undo`` the old bits are kept before the first write, until ``commit``; a step abandoned at its
+        With ``undo`` the old bits are kept, each before it is overwritten, until ``commit``; a step abandoned at its
         pause can be rolled back. Applying the same bucket again is harmless.
 
         Raises:
@@ -187,17 +201,14 @@ class Target:
         if not decoded.validated:
             raise PlanMismatch("bucket was not validated, expected that before any write; validate it first")
         writes = [write for one in decoded.ranges for write in self._writes(one)]
-        old: list[Tensor] | None = None
-        if undo:
-            if not self._log.entries:
-                self._share.mark()
-            old = [self._log.record(write.cells, write.index) for write in writes]
-        else:
+        nbytes, log = sum(write.values.nbytes for write in writes), self._log if undo else None
+        if log is None:
             self._share.forget_all()
-        nbytes = sum(write.values.nbytes for write in writes)
-        self._write(writes, old, second=False)
+        elif not log.entries:
+            self._share.mark()
+        self._write(writes, log, second=False)
         yield Touched(nbytes, writes=(WEIGHTS,))
-        self._write(writes, old, second=True)
+        self._write(writes, log, second=True)
         return nbytes
 
     def rollback(self) -> Step[int]:
@@ -240,6 +251,11 @@ class Target:
         return {name: int_view(weight).clone() for name, weight in self.weights.items()}
 
     @property
+    def fingerprint(self) -> int:
+        """Of what buckets name: see ``Holding.fingerprint``."""
+        return self.holding.fingerprint
+
+    @property
     def undo_bytes(self) -> int:
         """Bytes that the undo log holds now."""
         return self._log.nbytes
@@ -258,19 +274,19 @@ class Target:
             return False
         seen.add(storage)
         for output, number in enumerate(row_map.outputs):
-            self._holders.setdefault(number, []).append(Holder(name, row_map, output, weight))
+            narrow, index = self._narrow.map(row_map, output)
+            self._holders.setdefault(number, []).append(Holder(name, narrow, index, weight))
         return True
 
-    def _write(self, writes: Sequence[_Write], old: Sequence[Tensor] | None, *, second: bool) -> None:
-        """Do one half of every write; the share follows those whose old bits are known."""
+    def _write(self, writes: Sequence[_Write], log: UndoLog | None, *, second: bool) -> None:
+        """Do one half of every write; the share follows those whose old bits are kept."""
         known, shift = self._share.forget(), 0
-        for number, write in enumerate(writes):
-            half = write.index.numel() // 2
-            taken = slice(half, None) if second else slice(0, half)
-            write.do(taken)
-            if old is not None and known is not None:
-                shift += self._share.shift(write.cells, write.index[taken], old[number][taken])
-        if old is not None and known is not None:
+        for write in writes:
+            half, kept = write.index.numel() // 2, len(log.entries) if log is not None else 0
+            write.do(slice(half, None) if second else slice(0, half), log)
+            if log is not None and known is not None:
+                shift += sum(self._share.shift(*entry) for entry in log.entries[kept:])
+        if log is not None and known is not None:
             self._share.value = wrap(known + shift)
 
     def _writes(self, one: Range) -> list[_Write]:
@@ -278,15 +294,14 @@ class Target:
         writes: list[_Write] = []
         for holder in self._holders.get(one.spec.tensor, ()):
             if one.positions is not None:
-                flat = one.positions.to(torch.int64) + one.spec.base
-                writes.append(_by_position(holder, flat, one.bits))
+                writes.append(_by_position(holder, one.positions, one.spec.base, one.bits))
             else:
                 writes += _dense_writes(holder, one.spec.base, one.bits)
         return [write for write in writes if write.index.numel()]
 
 
-def _by_position(holder: Holder, flat: Tensor, bits: Tensor) -> _Write:
-    held, local = holder.row_map.to_local(holder.output, flat)
+def _by_position(holder: Holder, positions: Tensor, base: int, bits: Tensor) -> _Write:
+    held, local = holder.row_map.locate(holder.output, positions, base)
     return _Write(Cells.of(holder.weight), local, bits if local.numel() == bits.numel() else bits[held])
 
 
@@ -297,7 +312,7 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
     end = base + bits.numel()
     first, last = -(-base // full_width), end // full_width
     if first >= last or row_map.width == 0:
-        return [_by_position(holder, torch.arange(base, end), bits)]
+        return [_by_position(holder, torch.arange(bits.numel()), base, bits)]
     head, tail = first * full_width - base, last * full_width - base
     local, rows = holder.rows
     low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
@@ -307,5 +322,5 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
     writes = [_Write(cells, local[low:high], values if row_map.width > 1 else values.reshape(-1))]
     for start, stop in ((0, head), (tail, bits.numel())):
         if stop > start:
-            writes.append(_by_position(holder, torch.arange(base + start, base + stop), bits[start:stop]))
+            writes.append(_by_position(holder, torch.arange(stop - start), base + start, bits[start:stop]))
     return writes

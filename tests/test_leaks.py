@@ -33,7 +33,9 @@ class Held(NamedTuple):
 def held() -> Held:
     gc.collect()
     return Held(
-        threading.active_count(), len(list(Path("/proc/self/fd").iterdir())), tracemalloc.get_traced_memory()[0]
+        threading.active_count(),
+        len(list(Path("/proc/self/fd").iterdir())),
+        tracemalloc.get_traced_memory()[0],
     )
 
 
