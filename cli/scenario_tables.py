@@ -197,7 +197,7 @@ class Policy(Table):
 
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
-    verify_every: int = Field(default=1, ge=0)
+    verify_every: int = Field(default=10, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     update_ms: int = Field(default=60_000, ge=1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from weightsync.reference.audit import AuditReport, audit
 from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId, RolloutRef
@@ -66,6 +67,7 @@ class Trainer:
         self.routes = choose_routes(plan, settings.route, routes, everybody)
         self.slots = BaselineSlots()
         self.updates = 0
+        self.audits = 0
         self.highest = 0
         self.version = 0
         self.epoch = 0
@@ -138,6 +140,18 @@ class Trainer:
         """
         return await ask(self, deadline_ns)
 
+    async def audit(self, deadline_ns: int) -> AuditReport:
+        """Count every element of every member anew, by ``deadline_ns``; all trainer ranks call it, between updates.
+
+        Rollouts generate on meanwhile. One that does not hold what was pushed is paused and dirty, and whoever was
+        found wrong gets a full update next.
+
+        Raises:
+            StaleVersion: no version is acknowledged by every member, such as after a failed update.
+            UpdateAborted: a trainer rank failed, named. PeerLost: one was lost.
+        """
+        return await audit(self, deadline_ns)
+
     # ---- stages ----------------------------------------------------------------------------------------------
 
     async def connect(self, deadline_ns: int) -> None:
@@ -195,6 +209,10 @@ class Trainer:
             body = {"version": self.job.version, "reason": reason}
             for leader in self._leaders():
                 await self.fanout.quietly(partial(self.verbs.post, leader, "abort", body))
+        await self.reconnect()
+
+    async def reconnect(self) -> None:
+        """Drop every group; the next update asks everybody again what they hold."""
         await self._close_groups()
         self.members = ()
 

@@ -173,6 +173,7 @@ class PhantomTarget:
         self.held_bytes = sum(map(_bytes, maps.values()))
         self.fingerprint = holding.fingerprint
         self.sent_bytes = max(1, holding.nbytes)
+        self._counted = False
 
     def decode(self, bucket: Any) -> Step[Phantom]:
         """See ``reference.target.Target.decode``."""
@@ -190,6 +191,7 @@ class PhantomTarget:
 
     def apply(self, decoded: Phantom, undo: bool) -> Step[int]:
         """See ``reference.target.Target.apply``."""
+        self._counted = self._counted and undo
         yield Touched(decoded.written, writes=("weights",))
         return decoded.written
 
@@ -202,9 +204,11 @@ class PhantomTarget:
         """See ``reference.target.Target.commit``."""
         yield Touched(0)
 
-    def digest(self) -> Step[int]:
+    def digest(self, *, afresh: bool = False) -> Step[int]:
         """See ``reference.target.Target.digest``; always 0."""
-        yield Touched(self.held_bytes, reads=("weights",))
+        kept = self._counted and not afresh
+        yield Touched(0) if kept else Touched(self.held_bytes, reads=("weights",))
+        self._counted = True
         return 0
 
     def same_digest(self, found: int, expected: int) -> bool:

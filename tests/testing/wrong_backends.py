@@ -16,6 +16,7 @@ from weightsync.reference.errors import DeadlineExceeded, GroupBroken
 from weightsync.reference.members import Group
 from weightsync.reference.params import TPAttributes, carry, int_view, read
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.share import KeptShare
 from weightsync.reference.source import Changes, Held, Source
 from weightsync.reference.steps import Step, Touched, run
 from weightsync.reference.target import Decoded, Target
@@ -169,9 +170,50 @@ class KeepsTheUndoLog(Target):
 class SumsBits(Target):
     """A digest that does not ask where the bits are."""
 
-    def digest(self) -> Step[int]:
+    def digest(self, *, afresh: bool = False) -> Step[int]:
         yield Touched(0)
         return wrap(sum(int(int_view(weight).sum()) for weight in self.weights.values()))
+
+
+class CountsReplicas(Target):
+    """Follows every write, also of rows that another rank speaks for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _share_of(self, _CountingReplicas)
+
+
+class TakesOldBitsForZeros(Target):
+    """Follows what comes, and not what was there."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _share_of(self, _Adding)
+
+
+class KeepsTheShareOfWhatIsUndone(Target):
+    """Writes the old bits back, and tells the digest of the new ones."""
+
+    def rollback(self) -> Step[int]:
+        kept = self._share.value
+        nbytes = yield from super().rollback()
+        self._share.value = kept
+        return nbytes
+
+
+def _share_of(target: Target, kind: type[KeptShare]) -> None:
+    target._share.__class__ = kind
+
+
+class _CountingReplicas(KeptShare):
+    def _moved(self, term: Any, width: int, index: Tensor, old: Tensor, new: Tensor) -> int:
+        every = replace(term.row_map, owned=term.row_map.tensor >= 0)
+        return super()._moved(replace(term, row_map=every), width, index, old, new)
+
+
+class _Adding(KeptShare):
+    def _moved(self, term: Any, width: int, index: Tensor, old: Tensor, new: Tensor) -> int:
+        return super()._moved(term, width, index, torch.zeros_like(old), new)
 
 
 # ---- data groups and the control plane ---------------------------------------------------------------------
