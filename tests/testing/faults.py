@@ -38,20 +38,25 @@ ENDED_NS = 1 * MS
 """How long after a kill whoever restarts the rollout has ended the rest of it."""
 
 
-class _SimEffects:
+class SimEffects:
+    """Makes planned faults happen on a simulated cluster; implements ``sim.faults.Effects``."""
+
     def __init__(self, cluster: SimCluster, on_kill: Callable[[str], None]) -> None:
         self.cluster = cluster
         self.on_kill = on_kill
 
     async def kill(self, rank: str) -> None:
+        """See ``sim.faults.Effects.kill``."""
         self.cluster.kill(rank)
         self.on_kill(rank)
         await self.cluster.clocks[rank].wait(self.cluster.world.future(), None)
 
     def now_ns(self) -> int:
+        """See ``sim.faults.Effects.now_ns``."""
         return self.cluster.world.now_ns()
 
     async def stall(self, rank: str, verb: str, index: int) -> None:
+        """See ``sim.faults.Effects.stall``."""
         clock = self.cluster.clocks[rank]
         if verb == "post":
             late_ns = (10 + 7 * index % 41) * MS
@@ -141,7 +146,7 @@ class FaultRun:
 
     def _verbs(self, rank: RankId, local: Any, engine: SimEngine | None = None) -> SimVerbs:
         if str(rank) not in self.hooks:  # a rank that is started again counts its awaits on
-            self.hooks[str(rank)] = FaultHooks(str(rank), self.plan, _SimEffects(self.cluster, self._killed))
+            self.hooks[str(rank)] = FaultHooks(str(rank), self.plan, SimEffects(self.cluster, self._killed))
         hooks = self.hooks[str(rank)]
         verbs = self.cluster.verbs(rank, local, engine=engine, trace=self.report.trace, hooks=hooks)
         if self.change is not None:
