@@ -38,15 +38,19 @@ def balanced(weights: Sequence[int], parts: int, *, equal_size: bool = False) ->
         BatchError: there are fewer items than parts, ``equal_size`` does not divide, or a weight is negative.
 
     >>> balanced([8, 7, 6, 5, 4], 2)
-    ((0, 1), (2, 3, 4))
+    ((0, 2), (1, 3, 4))
     """
     count = len(weights)
     if parts < 1 or count < parts:
         raise BatchError(f"{count} items are to make {parts} parts; expected 1 to {count} parts, none empty")
     if equal_size and count % parts:
-        raise BatchError(f"{count} items cannot make {parts} parts of equal size; expected a multiple of {parts}")
+        raise BatchError(
+            f"{count} items cannot make {parts} parts of equal size; expected a multiple of {parts}"
+        )
     if min(weights) < 0:
-        raise BatchError(f"the weight of item {list(weights).index(min(weights))} is {min(weights)}; expected 0 or more")
+        raise BatchError(
+            f"the weight of item {list(weights).index(min(weights))} is {min(weights)}; expected 0 or more"
+        )
     if equal_size:
         rising = sorted(range(count), key=lambda item: (weights[item], item))
         rounds = [rising[first : first + parts] for first in range(0, count, parts)]

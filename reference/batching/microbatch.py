@@ -174,9 +174,11 @@ def _checked_cap(
             raise BatchError(f"{name} is {value}; expected a positive integer")
     if not counts or min(counts) < 1 or sum(counts) != len(lengths):
         raise BatchError(
-            f"the steps have {list(counts)} samples and there are {len(lengths)} lengths; expected positive counts that "
-            "add up to the samples of this rank"
+            f"the steps have {list(counts)} samples and there are {len(lengths)} lengths; expected positive counts "
+            "that add up to the samples of this rank"
         )
     if min(lengths) < 0:
-        raise BatchError(f"sample {list(lengths).index(min(lengths))} has {min(lengths)} tokens; expected 0 or more")
+        raise BatchError(
+            f"sample {list(lengths).index(min(lengths))} has {min(lengths)} tokens; expected 0 or more"
+        )
     return max_tokens * cp

@@ -187,8 +187,8 @@ def dealt(samples: int, parts: int) -> tuple[range, ...]:
     _require_positive("the number of takers", parts)
     if samples < parts:
         raise BatchError(
-            f"{samples} samples are to be dealt to {parts} takers; expected one for each at least, so draw more samples "
-            "or take fewer ranks"
+            f"{samples} samples are to be dealt to {parts} takers; expected one for each at least, so draw more "
+            "samples or take fewer ranks"
         )
     each, more = divmod(samples, parts)
     return ranges([each + (number < more) for number in range(parts)])
