@@ -128,7 +128,7 @@ def plain_loss(params: Sequence[Tensor], samples: Sequence[Sample], per: Per) ->
 
 def each_rank(
     dp: int, call: Callable[[int, Callable[[Sequence[int]], list[int]]], object], how: Callable[..., int]
-) -> list:
+) -> list[Any]:
     """What ``call(rank, reduce)`` returns on every rank; reductions are replayed until each rank's input is known.
 
     Ranks run one after another, again and again: a reduction whose inputs are not all known ends the rank's turn.
