@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightsync.cli.model.config import DTYPES
 from weightsync.cli.model.families import make_family
-from weightsync.reference.errors import WeightSyncError
+from weightsync.reference.batching.minibatch import rechunked
+from weightsync.reference.errors import BatchError, WeightSyncError
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
 from weightsync.reference.parallel import RolloutLayout, TrainerLayout
@@ -152,6 +153,9 @@ class Rl(Table):
     ``lr`` of the workload holds for a share ``decay_from`` of the steps, then falls by equal factors to ``lr_last``.
     ``entropy`` weighs the policy's entropy, in nats per token, against the advantages, which keeps it from settling
     on wrong answers early; the weight falls with the step size.
+
+    ``num_iters_per_train_update`` cuts a step's samples into so many equal consecutive pieces, each of which is one
+    optimizer step; advantages are those of the whole batch.
     """
 
     task: Literal["reverse", "add"] = "reverse"
@@ -164,6 +168,15 @@ class Rl(Table):
     lr_last: float = Field(default=1e-6, gt=0.0)
     decay_from: float = Field(default=0.5, ge=0.0, le=1.0)
     entropy: float = Field(default=0.0, ge=0.0)
+    num_iters_per_train_update: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _pieces(self) -> Rl:
+        try:
+            rechunked(self.prompts * self.samples, self.num_iters_per_train_update)
+        except BatchError as error:
+            raise ValueError(f"{error}: prompts {self.prompts} times samples {self.samples}") from None
+        return self
 
 
 class Workload(Table):
