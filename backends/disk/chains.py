@@ -14,6 +14,8 @@ def cheapest_chain(
 ) -> tuple[Index, ...]:
     """The chain of fewest bytes that leads to ``target``; empty when the reader is there.
 
+    A full version with its delta beside it is in the chain as the one of both that is read.
+
     Args:
         indexes: what is there, by version.
         target: the version wanted.
@@ -27,15 +29,13 @@ def cheapest_chain(
         return ()
     best: dict[int, tuple[int, tuple[Index, ...]]] = {}
     for number in sorted(number for number in indexes if number <= target):
-        index = indexes[number]
         ways = []
-        if index.kind == FULL:
-            ways.append((index.nbytes, (index,)))
-        elif version and index.base == version and digest in (None, index.before):
-            ways.append((index.nbytes, (index,)))
-        if index.kind != FULL and index.base in best and indexes[index.base].after == index.before:
-            nbytes, chain = best[index.base]
-            ways.append((nbytes + index.nbytes, (*chain, index)))
+        for index in indexes[number].ways():
+            if index.kind == FULL or (index.base == version and digest in (None, index.before)):
+                ways.append((index.nbytes, (index,)))
+            elif index.base in best and indexes[index.base].after == index.before:
+                nbytes, chain = best[index.base]
+                ways.append((nbytes + index.nbytes, (*chain, index)))
         if ways:
             best[number] = min(ways, key=lambda way: (way[0], len(way[1])))
     if target not in best:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from weightsync.backends.disk.names import INDEX, KEPT, plain_name, version_folder, version_of
@@ -43,12 +43,14 @@ class Index:
         base: the version that it starts from, 0 for a full one.
         kind: "full" or "delta".
         fingerprint: of the tensors' names, dtypes and shapes, as ``TransferPlan.fingerprint``.
-        before: digest of the base's state; 0 for a full version.
+        before: digest of the state that its delta starts from; 0 for a full version without one.
         after: digest of the version's state.
         files: all its files but this one.
-        changed: elements that it names.
+        changed: elements that differ from the version before; all of them when nobody knew that.
         elements: elements of the whole checkpoint.
         encodings: how many tensors came in which encoding.
+        delta: in a full version, the files of the same step as a delta, for readers that hold its base.
+        delta_base: the version that this delta starts from, or 0.
     """
 
     version: int
@@ -61,11 +63,20 @@ class Index:
     changed: int
     elements: int
     encodings: Mapping[str, int] = field(default_factory=dict)
+    delta: tuple[FileEntry, ...] = ()
+    delta_base: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its files."""
+        """Bytes of its files, without those of a delta beside a full version."""
         return sum(one.bytes for one in self.files)
+
+    def ways(self) -> tuple[Index, ...]:
+        """The ways to this version that the folder holds: itself, and the delta beside a full version."""
+        if not self.delta_base:
+            return (self,)
+        step = replace(self, kind=DELTA, files=self.delta, base=self.delta_base, delta=(), delta_base=0)
+        return (self, step)
 
     @property
     def folder(self) -> str:
@@ -94,27 +105,32 @@ class Index:
         kind = found.get("kind")
         if kind not in (FULL, DELTA):
             raise PatchMismatch(f"{where} has kind {kind!r}, expected {FULL!r} or {DELTA!r}")
-        files = found.get("files")
-        if not isinstance(files, list):
+        files, delta = found.get("files"), found.get("delta")
+        if not isinstance(files, list) or not isinstance(delta, list):
             raise PatchMismatch(f"{where} has no list of files; it is damaged, publish a new version")
         number = {key: _number(found, key, where) for key in _NUMBERS}
         index = cls(
             **number,
             kind=kind,
             files=tuple(_entry(one, where) for one in files),
+            delta=tuple(_entry(one, where) for one in delta),
             encodings=_counts(found.get("encodings"), where),
         )
-        names = [one.name for one in index.files]
+        names = [one.name for one in (*index.files, *index.delta)]
         if len(set(names)) != len(names) or INDEX in names:
             raise PatchMismatch(f"{where} names a file twice, or itself; it is damaged, publish a new version")
         if index.version != version or not 0 <= index.base < version or (index.base == 0) != (kind == FULL):
+            wrong = True
+        else:
+            wrong = not 0 <= index.delta_base < version or (index.delta_base > 0 and kind != FULL)
+        if wrong:
             raise PatchMismatch(
                 f"{where} says version {index.version} on base {index.base} ({kind}); the folder was renamed"
             )
         return index
 
 
-_NUMBERS = ("version", "base", "fingerprint", "before", "after", "changed", "elements")
+_NUMBERS = ("version", "base", "fingerprint", "before", "after", "changed", "elements", "delta_base")
 
 
 def read_index(store: Store, version: int) -> Index:

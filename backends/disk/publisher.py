@@ -27,7 +27,7 @@ from weightsync.backends.disk.index import (
 )
 from weightsync.backends.disk.leases import Clock, leases
 from weightsync.backends.disk.names import CLAIM, INDEX, KEPT, plain_name, version_folder
-from weightsync.backends.disk.pack import Changed, delta_shards, fingerprint, full_shards, weight_map
+from weightsync.backends.disk.pack import Changed, Put, delta_shards, fingerprint, full_shards, weight_map
 from weightsync.backends.disk.store import Progress, Store, unheard
 from weightsync.reference.delta import changed
 from weightsync.reference.digest import digest_sum, key, state_digest, wrap
@@ -90,6 +90,8 @@ class Publisher:
         self._baseline: dict[str, Tensor] = {}
         self._digest = 0
         self._highest = 0
+        self._deltas = 0  # since the last full version
+        self._litter = 0  # version that failed, whose files are still there
         self._held = ExitStack()
 
     def __enter__(self) -> Publisher:
@@ -131,10 +133,11 @@ class Publisher:
         Raises:
             StaleVersion: it is another state, or there is no such version.
         """
-        newest = listing(self.store).newest
+        there = listing(self.store).indexes
+        newest = there[max(there)] if there else None
         if newest is None or (version is not None and version != newest.version):
-            there = "none" if newest is None else str(newest.version)
-            raise StaleVersion(f"version {version} is not the newest, which is {there}; publish without a base")
+            last = "none" if newest is None else str(newest.version)
+            raise StaleVersion(f"version {version} is not the newest, which is {last}; publish without a base")
         self._check(state)
         digest = state_digest((meta, state[meta.name]) for meta in self.tensors)
         if newest.fingerprint != self._fingerprint or newest.after != digest:
@@ -143,7 +146,9 @@ class Publisher:
                 "the checkpoint that was published last, or publish a full version"
             )
         self._baseline = {meta.name: fresh_copy(state[meta.name]) for meta in self.tensors}
-        self.version, self._digest = newest.version, digest
+        self.version, self._digest, self._deltas = newest.version, digest, 0
+        while newest.kind == DELTA and newest.base in there:
+            newest, self._deltas = there[newest.base], self._deltas + 1
 
     def publish(self, state: Mapping[str, Tensor], full: bool = False) -> Index:
         """Publish ``state`` as the next version; durable and visible when this returns.
@@ -157,9 +162,12 @@ class Publisher:
             OSError: the folder cannot be written. The number is used up and the baseline has not moved.
         """
         self._check(state)
-        kind = FULL if full or not self._baseline or self._anchor_is_due() else DELTA
+        kind = FULL if full or not self._baseline or self._deltas >= self.settings.anchor_every else DELTA
+        if self._litter:
+            discard(self.store, self._litter)
+            self._litter = 0
         version = self._highest + 1
-        self._highest = version
+        self._highest = self._litter = version
         folder = version_folder(version)
         claim = f'{{"token": "{uuid.uuid4().hex}"}}\n'.encode()
         self.store.put(f"{folder}/{CLAIM}", [claim], exclusive=True)
@@ -169,8 +177,10 @@ class Publisher:
         except Exception:
             self._settle_doubt(version)
             raise
+        self._litter = 0
         self._move_baseline(state, moves)
         self.version, self._digest = version, index.after
+        self._deltas = 0 if kind == FULL else self._deltas + 1
         return index
 
     def clean(self) -> tuple[int, ...]:
@@ -190,47 +200,44 @@ class Publisher:
         if unknown:
             raise PlanMismatch(f"tensor {unknown[0]!r} to publish is unknown; make a new publisher with its metadata")
 
-    def _anchor_is_due(self) -> bool:
-        found = listing(self.store).indexes
-        version, deltas = self.version, 0
-        while version in found and found[version].kind == DELTA:
-            version, deltas = found[version].base, deltas + 1
-        return version not in found or deltas >= self.settings.anchor_every
-
     def _write(self, state: Mapping[str, Tensor], kind: str, version: int) -> tuple[Index, list[Changed]]:
         """Every file but the index; the index, and what the baseline lacks."""
         put = partial(self._put, version_folder(version))
         moves: list[Changed] = []
         encodings: dict[str, int] = {}
-        files: list[FileEntry] = []
-        if kind == FULL:
-            digest, base = state_digest((meta, state[meta.name]) for meta in self.tensors), 0
-            changed_elements = sum(meta.numel for meta in self.tensors)
-            encodings["dense"] = len(self.tensors)
-            files += full_shards(put, self.tensors, state, self.settings.shard_bytes)
-            extras = {**self._extras, **weight_map(files, self.tensors, self.settings.shard_bytes)}
-            for name, raw in extras.items():
-                files.append(FileEntry(name, put(name, [raw]), xxhash.xxh3_128_hexdigest(raw)))
-        else:
-            base, digest = self.version, self._digest
+        delta: list[FileEntry] = []
+        digest, base = self._digest, self.version
+        elements = changed_elements = sum(meta.numel for meta in self.tensors)
+        if self._baseline:
             moves = list(self._changes(state))
-            for one in moves:
-                digest = wrap(digest + one.digest_change)
+            digest = wrap(digest + sum(one.digest_change for one in moves))
             changed_elements = sum(one.positions.size for one in moves)
-            files += delta_shards(put, moves, self.settings.shard_bytes, encodings)
+            delta = delta_shards(put, moves, self.settings.shard_bytes, encodings)
+        else:
+            digest = state_digest((meta, state[meta.name]) for meta in self.tensors)
+        files = delta if kind == DELTA else self._full(put, state)
         index = Index(
             version=version,
-            base=base,
+            base=base if kind == DELTA else 0,
             kind=kind,
             fingerprint=self._fingerprint,
-            before=self._digest if kind == DELTA else 0,
+            before=self._digest if self._baseline else 0,
             after=digest,
             files=tuple(files),
             changed=changed_elements,
-            elements=sum(meta.numel for meta in self.tensors),
-            encodings=encodings,
+            elements=elements,
+            encodings=encodings or {"dense": len(self.tensors)},
+            delta=tuple(delta) if kind == FULL else (),
+            delta_base=base if kind == FULL and self._baseline else 0,
         )
         return index, moves
+
+    def _full(self, put: Put, state: Mapping[str, Tensor]) -> list[FileEntry]:
+        files = full_shards(put, self.tensors, state, self.settings.shard_bytes)
+        extras = {**self._extras, **weight_map(files, self.tensors, self.settings.shard_bytes)}
+        for name, raw in extras.items():
+            files.append(FileEntry(name, put(name, [raw]), xxhash.xxh3_128_hexdigest(raw)))
+        return files
 
     def _changes(self, state: Mapping[str, Tensor]) -> Iterator[Changed]:
         for meta in self.tensors:
@@ -258,13 +265,10 @@ class Publisher:
         except (OSError, PatchMismatch) as error:
             if isinstance(error, FileNotFoundError):
                 return
-        self._baseline, self.version = {}, 0
+        self._baseline, self.version, self._litter = {}, 0, 0
 
     def _move_baseline(self, state: Mapping[str, Tensor], moves: list[Changed]) -> None:
-        if not moves and self._baseline:
-            for meta in self.tensors:  # a full version, or one without changes
-                int_view(self._baseline[meta.name]).copy_(int_view(state[meta.name]))
-        elif not self._baseline:
+        if not self._baseline:
             self._baseline = {meta.name: fresh_copy(state[meta.name]) for meta in self.tensors}
         for one in moves:
             _unsigned(int_view(self._baseline[one.meta.name]))[one.positions] = one.new
