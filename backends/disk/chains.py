@@ -29,7 +29,7 @@ def cheapest_chain(
         return ()
     best: dict[int, tuple[int, tuple[Index, ...]]] = {}
     for number in sorted(number for number in indexes if number <= target):
-        ways = []
+        ways: list[tuple[int, tuple[Index, ...]]] = []
         for index in indexes[number].ways():
             if index.kind == FULL or (index.base == version and digest in (None, index.before)):
                 ways.append((index.nbytes, (index,)))

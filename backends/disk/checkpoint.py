@@ -146,7 +146,9 @@ def recover(files: Files, checkpoint: Checkpoint) -> State | None:
     done = state is not None and state.version == journal.step.version and state.digest == journal.step.after
     for change in journal.changes():
         if not checkpoint.fits(change):
-            raise PatchMismatch(f"the journal changes {change.meta.name!r}, which is not here as it was; pull anew")
+            raise PatchMismatch(
+                f"the journal changes {change.meta.name!r}, which is not here as it was; pull anew"
+            )
         checkpoint.write(change, change.new if done else change.old)
     checkpoint.sync(journal.names())
     journal.close()

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from weightsync.backends.disk.chains import fresh_chain
-from weightsync.backends.disk.index import LARGEST_INDEX, Index, folders, highest_tried, listing, remember_highest
+from weightsync.backends.disk.index import (
+    LARGEST_INDEX,
+    Index,
+    folders,
+    highest_tried,
+    listing,
+    remember_highest,
+)
 from weightsync.backends.disk.leases import Lease, leases
 from weightsync.backends.disk.names import CLAIM, INDEX, version_folder
 from weightsync.backends.disk.store import Store, read_all
@@ -34,9 +41,7 @@ class Cleaning:
     ended: tuple[str, ...]
 
 
-def plan_cleaning(
-    indexes: Mapping[int, Index], held: Iterable[Lease], now_ns: int, keep: int
-) -> Cleaning:
+def plan_cleaning(indexes: Mapping[int, Index], held: Iterable[Lease], now_ns: int, keep: int) -> Cleaning:
     """What may go: all but the newest ``keep`` versions, their chains from a full version on, and leased ones.
 
     Args:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from weightsync.backends.disk.names import FolderLocked, safe_name
 from weightsync.reference.errors import PatchMismatch
 
-Bytes: TypeAlias = "bytes | bytearray | memoryview | NDArray[Any]"
+Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
 
 class Mapped(Protocol):
@@ -144,7 +144,9 @@ class LocalFiles:
             return []
         found = []
         try:
-            for entry in os.listdir(handle):
+            with os.scandir(handle) as entries:
+                names = [entry.name for entry in entries]
+            for entry in names:
                 try:
                     mode = os.stat(entry, dir_fd=handle, follow_symlinks=False).st_mode
                 except FileNotFoundError:
@@ -181,7 +183,9 @@ class LocalFiles:
         finally:
             os.close(handle)
         if nbytes:
-            raise PatchMismatch(f"file {name!r} ended {nbytes} bytes early; it was cut short while it was read")
+            raise PatchMismatch(
+                f"file {name!r} ended {nbytes} bytes early; it was cut short while it was read"
+            )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def remove(self, name: str) -> None:

@@ -118,7 +118,9 @@ class Index:
         )
         names = [one.name for one in (*index.files, *index.delta)]
         if len(set(names)) != len(names) or INDEX in names:
-            raise PatchMismatch(f"{where} names a file twice, or itself; it is damaged, publish a new version")
+            raise PatchMismatch(
+                f"{where} names a file twice, or itself; it is damaged, publish a new version"
+            )
         if index.version != version or not 0 <= index.base < version or (index.base == 0) != (kind == FULL):
             wrong = True
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from weightsync.backends.disk.files import Bytes, Files, Mapped
+from weightsync.backends.disk.files import Bytes, Files
 from weightsync.backends.disk.shards import DTYPES, NAMES
 from weightsync.backends.disk.squash import Change
 from weightsync.reference.delta import WIDE
@@ -42,14 +42,20 @@ def chunks(step: Step, changes: Iterable[Change], proof: Callable[[int], None]) 
     hasher, offset, table, total = xxhash.xxh3_128(), 0, [], 0
     for change in changes:
         total += change.digest_change
-        entry = [change.meta.name, NAMES[change.meta.dtype], list(change.meta.shape), int(change.new.size), offset]
+        entry = [
+            change.meta.name,
+            NAMES[change.meta.dtype],
+            list(change.meta.shape),
+            int(change.new.size),
+            offset,
+        ]
         table.append([*entry, change.positions is None])
         width = np.int64 if change.meta.numel >= WIDE else np.int32
         arrays = [change.old, change.new]
         if change.positions is not None:
             arrays.insert(0, change.positions.astype(width))
         for array in arrays:
-            raw = np.ascontiguousarray(array).view(np.uint8)
+            raw = np.ascontiguousarray(array).view(np.uint8).data
             for part in (raw, b"\0" * (-raw.nbytes % 8)):
                 hasher.update(part)
                 yield part
@@ -77,11 +83,13 @@ class Journal:
         size = files.size(name)
         self._mapped = files.map(name)
         whole = self._mapped.view(0, size)
-        good = size > _TAIL and xxhash.xxh3_128_digest(whole[:-16]) == bytes(whole[-16:])
+        good = size > _TAIL and xxhash.xxh3_128_digest(whole[:-16].data) == bytes(whole[-16:])
         length = int.from_bytes(bytes(whole[-_TAIL:-16]), "little") if good else 0
         head = json.loads(bytes(whole[size - _TAIL - length : size - _TAIL])) if good else {}
         if head.get("format") != _FORMAT:
-            raise PatchMismatch(f"journal {name!r} is not whole; it is left over from a kill and can be removed")
+            raise PatchMismatch(
+                f"journal {name!r} is not whole; it is left over from a kill and can be removed"
+            )
         self.step = Step(*head["step"])
         self._table = head["changes"]
         self.nbytes = size
@@ -112,5 +120,3 @@ class Journal:
     def close(self) -> None:
         """Let the file's memory go."""
         self._mapped.close()
-
-

@@ -90,7 +90,9 @@ class LiveReader:
         there = listing(self.store).indexes
         target = max(there, default=0) if target is None else target
         if target not in there or target < self.version:
-            raise StaleVersion(f"version {target} is not published there, or is older than {self.version}; name another")
+            raise StaleVersion(
+                f"version {target} is not published there, or is older than {self.version}; name another"
+            )
         chain = cheapest_chain(there, target, self.version, self.digest)
         opened = [Opened(self.store, one, self._progress) for one in chain]
         changes = list(squash(opened, self.weights))

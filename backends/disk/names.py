@@ -46,7 +46,7 @@ def safe_name(name: object) -> str:
     problem = None
     if not isinstance(name, str) or not name:
         problem = "is empty or no text"
-    elif any(ord(letter) < 32 or letter in '\\:\x7f' for letter in name):
+    elif any(ord(letter) < 32 or letter in "\\:\x7f" for letter in name):
         problem = "holds a control character, a backslash or a colon"
     elif not name.isprintable():
         problem = "holds a character that cannot be printed"
@@ -70,5 +70,7 @@ def plain_name(name: object) -> str:
     """``safe_name`` of a file that lies directly in its folder and is not hidden."""
     safe = safe_name(name)
     if "/" in safe or safe.startswith("."):
-        raise PatchMismatch(f"file name {safe[:80]!r} is hidden or names a folder, expected a plain file name")
+        raise PatchMismatch(
+            f"file name {safe[:80]!r} is hidden or names a folder, expected a plain file name"
+        )
     return safe

@@ -69,7 +69,9 @@ class Opened:
         return sections.decode(self._raw(section), section.count, section.meta.numel, name)
 
     def _raw(self, section: Section) -> bytes:
-        raw = self._store.read(f"{self.index.folder}/{section.file}", section.held.offset, section.held.nbytes)
+        raw = self._store.read(
+            f"{self.index.folder}/{section.file}", section.held.offset, section.held.nbytes
+        )
         if xxhash.xxh3_128_hexdigest(raw) != section.checksum:
             raise PatchMismatch(
                 f"tensor {section.meta.name!r} of version {self.index.version} has another checksum than its header "
@@ -85,7 +87,9 @@ class Opened:
             raise PatchMismatch(f"file {path!r} has {size} bytes, expected {entry.bytes}; it was cut short")
         header = read_header(lambda offset, nbytes: self._store.read(path, offset, nbytes), size, path)
         if header.checksum != entry.header:
-            raise PatchMismatch(f"file {path!r} has another header than the index says; it is damaged or stale")
+            raise PatchMismatch(
+                f"file {path!r} has another header than the index says; it is damaged or stale"
+            )
         table = header.table()
         if set(table) != set(header.tensors):
             raise PatchMismatch(f"file {path!r} has a table of other tensors than it holds; it is damaged")
@@ -111,5 +115,7 @@ def _section(said: object, held: Held, file: str) -> Section:
                     f"section of {name!r} has encoding {encoding!r}, expected {sections.GAPS!r}; use the same release "
                     "on both sides"
                 )
-            return Section(ParamMeta(name, DTYPES[dtype], tuple(shape)), encoding, count, str(checksum), file, held)
+            return Section(
+                ParamMeta(name, DTYPES[dtype], tuple(shape)), encoding, count, str(checksum), file, held
+            )
     raise PatchMismatch(f"section of {name!r} is described as {str(said)[:80]}; the shard is damaged")

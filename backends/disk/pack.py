@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
@@ -121,5 +120,5 @@ def _shard(stem: str, number: int, of: int) -> str:
     return f"{stem}-{number:05d}-of-{of:05d}.safetensors"
 
 
-def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    return int_view(tensor).view(torch.uint8).numpy()
+def _bytes(tensor: Tensor) -> memoryview:
+    return int_view(tensor).view(torch.uint8).numpy().data

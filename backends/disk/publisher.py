@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -137,7 +136,9 @@ class Publisher:
         newest = there[max(there)] if there else None
         if newest is None or (version is not None and version != newest.version):
             last = "none" if newest is None else str(newest.version)
-            raise StaleVersion(f"version {version} is not the newest, which is {last}; publish without a base")
+            raise StaleVersion(
+                f"version {version} is not the newest, which is {last}; publish without a base"
+            )
         self._check(state)
         digest = state_digest((meta, state[meta.name]) for meta in self.tensors)
         if newest.fingerprint != self._fingerprint or newest.after != digest:
@@ -169,8 +170,7 @@ class Publisher:
         version = self._highest + 1
         self._highest = self._litter = version
         folder = version_folder(version)
-        claim = f'{{"token": "{uuid.uuid4().hex}"}}\n'.encode()
-        self.store.put(f"{folder}/{CLAIM}", [claim], exclusive=True)
+        self.store.put(f"{folder}/{CLAIM}", [f"{version}\n".encode()], exclusive=True)
         index, moves = self._write(state, kind, version)
         try:
             self.store.put(f"{folder}/{INDEX}", [index.dump()])
@@ -198,7 +198,9 @@ class Publisher:
                 )
         unknown = sorted(set(state) - {meta.name for meta in self.tensors})
         if unknown:
-            raise PlanMismatch(f"tensor {unknown[0]!r} to publish is unknown; make a new publisher with its metadata")
+            raise PlanMismatch(
+                f"tensor {unknown[0]!r} to publish is unknown; make a new publisher with its metadata"
+            )
 
     def _write(self, state: Mapping[str, Tensor], kind: str, version: int) -> tuple[Index, list[Changed]]:
         """Every file but the index; the index, and what the baseline lacks."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from weightsync.backends.disk import journal as journals
@@ -228,7 +227,9 @@ class CheckpointReader:
                 raise StaleVersion("no version is published there; publish one, or name another folder")
             target = max(there)
         if target not in there:
-            raise StaleVersion(f"version {target} is not published there; it is still to come, or was removed")
+            raise StaleVersion(
+                f"version {target} is not published there; it is still to come, or was removed"
+            )
         state = self._state(there, target)
         if target < state.version:
             raise StaleVersion(
@@ -241,7 +242,9 @@ class CheckpointReader:
         if not chain:
             return Prepared(self.files, state, None, "", ())
         step = Step(state.version, state.digest, target, there[target].after)
-        name = f"{KEPT}/{STAGED}{step.base}-{step.version}-{wrap(step.before ^ step.after) & (1 << 64) - 1:016x}"
+        name = (
+            f"{KEPT}/{STAGED}{step.base}-{step.version}-{wrap(step.before ^ step.after) & (1 << 64) - 1:016x}"
+        )
         if self._usable(name, step):
             return Prepared(self.files, state, step, name, ())
         self._stage(name, step, chain)
@@ -293,7 +296,7 @@ class CheckpointReader:
         checkpoint = Checkpoint(self.files)
         try:
             opened = [Opened(self.store, one, self._progress) for one in chain]
-            changes: Iterator[journals.Bytes] = journals.chunks(step, squash(opened, checkpoint), proof)
-            LocalStore(self.files).put(name, changes)
+            changes = squash(opened, checkpoint)
+            LocalStore(self.files).put(name, journals.chunks(step, changes, proof))
         finally:
             checkpoint.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def encode(positions: Ints, new: Ints, old: Ints) -> bytes:
     planes = np.ascontiguousarray(magnitude[wide].view(np.uint8).reshape(-1, step.itemsize).T)
     packer = zstandard.ZstdCompressor(level=_LEVEL)
     frames = [
-        packer.compress(part)
+        packer.compress(part.tobytes())
         for part in (stretched, np.packbits(sign.astype(bool)), np.packbits(wide), planes.reshape(-1))
     ]
     return _LENGTHS.pack(stretched.size, *map(len, frames)) + b"".join(frames)
@@ -84,7 +85,7 @@ def decode(raw: bytes, count: int, numel: int, name: str) -> Sparse:
     if sum(sizes) + _LENGTHS.size != len(raw) or not count <= gaps_bytes <= count + numel // _ESCAPE:
         raise PatchMismatch(f"section of {name!r} has parts that do not fill its {len(raw)} bytes")
     bounds = np.cumsum([_LENGTHS.size, *sizes]).tolist()
-    frames = [raw[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    frames = [raw[start:stop] for start, stop in pairwise(bounds)]
     stretched = np.frombuffer(_unpacked(frames[0], gaps_bytes), np.uint8)
     ends = np.flatnonzero(stretched != _ESCAPE)
     if ends.size != count or ends[-1] != gaps_bytes - 1:

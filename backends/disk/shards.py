@@ -66,7 +66,9 @@ class ShardHeader:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise PatchMismatch(f"shard has no table {key!r} in its metadata; it was not written by weightsync")
+            raise PatchMismatch(
+                f"shard has no table {key!r} in its metadata; it was not written by weightsync"
+            )
         return found
 
 
@@ -78,7 +80,9 @@ def read_header(read: Reader, size: int, name: str) -> ShardHeader:
     """
 
     def wrong(why: str) -> PatchMismatch:
-        return PatchMismatch(f"file {name!r} {why}, expected a whole safetensors file; it is damaged or cut short")
+        return PatchMismatch(
+            f"file {name!r} {why}, expected a whole safetensors file; it is damaged or cut short"
+        )
 
     if size < 8:
         raise wrong(f"has {size} bytes")
@@ -110,7 +114,9 @@ def read_header(read: Reader, size: int, name: str) -> ShardHeader:
     if end != size:
         raise wrong(f"has {size} bytes where its header needs {end}")
     tensors.sort(key=lambda one: one.offset)
-    return ShardHeader({one.meta.name: one for one in tensors}, metadata, xxhash.xxh3_128_hexdigest(first + raw))
+    return ShardHeader(
+        {one.meta.name: one for one in tensors}, metadata, xxhash.xxh3_128_hexdigest(first + raw)
+    )
 
 
 @dataclass(frozen=True, slots=True)
