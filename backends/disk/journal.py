@@ -35,9 +35,9 @@ class Step:
     after: int
 
 
-def chunks(step: Step, changes: Iterable[Change], proof: Callable[[int], None]) -> Iterator[Bytes]:
+def chunks(changes: Iterable[Change], proof: Callable[[int], Step]) -> Iterator[Bytes]:
     """The file's bytes, tensor after tensor. ``proof`` gets the digest change of them all, before the table is
-    written; whatever it raises ends the file.
+    written, and answers what the step is; whatever it raises ends the file.
     """
     hasher, offset, table, total = xxhash.xxh3_128(), 0, [], 0
     for change in changes:
@@ -60,7 +60,7 @@ def chunks(step: Step, changes: Iterable[Change], proof: Callable[[int], None]) 
                 hasher.update(part)
                 yield part
             offset += raw.nbytes + -raw.nbytes % 8
-    proof(total)
+    step = proof(total)
     head = {"format": _FORMAT, "step": [step.base, step.before, step.version, step.after], "changes": table}
     text = json.dumps(head).encode()
     end = text + len(text).to_bytes(8, "little")

@@ -286,17 +286,18 @@ class CheckpointReader:
         return journal.step == step
 
     def _stage(self, name: str, step: Step, chain: tuple[Index, ...]) -> None:
-        def proof(total: int) -> None:
+        def proof(total: int) -> Step:
             if wrap(step.before + total) != step.after:
                 raise PatchMismatch(
                     f"the digest of version {step.version} would be {wrap(step.before + total)} here, expected "
                     f"{step.after}; the checkpoint is not version {step.base}: count it with verify"
                 )
+            return step
 
         checkpoint = Checkpoint(self.files)
         try:
             opened = [Opened(self.store, one, self._progress) for one in chain]
             changes = squash(opened, checkpoint)
-            LocalStore(self.files).put(name, journals.chunks(step, changes, proof))
+            LocalStore(self.files).put(name, journals.chunks(changes, proof))
         finally:
             checkpoint.close()

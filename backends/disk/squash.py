@@ -121,7 +121,11 @@ def _from_full(meta: ParamMeta, parts: Sequence[Opened], weights: Weights) -> Ch
     for one in parts[1:]:
         sparse = one.sparse(meta.name)
         new[sparse.positions] = sparse.values(new[sparse.positions])
-    old = weights.read(meta.name)
+    return change_to(meta, weights.read(meta.name), new)
+
+
+def change_to(meta: ParamMeta, old: NDArray[Any], new: NDArray[Any]) -> Change | None:
+    """What leads a tensor from ``old`` to ``new``, unsigned bits (numel,) each; None when they are equal."""
     positions = changed(signed(new), signed(old)).numpy()
     if 2 * positions.size > meta.numel:
         return Change(meta, None, old, new)
