@@ -18,7 +18,7 @@ from weightsync.backends.disk.names import HF_INDEX, KEPT, plain_name
 from weightsync.backends.disk.pack import fingerprint
 from weightsync.backends.disk.shards import Held, read_header
 from weightsync.backends.disk.squash import Change, signed
-from weightsync.backends.disk.store import LocalStore, read_all
+from weightsync.backends.disk.store import LocalStore
 from weightsync.reference.digest import combine, tensor_digest
 from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.params import ParamMeta
@@ -120,7 +120,7 @@ class Checkpoint:
 def read_state(files: Files) -> State | None:
     """What the folder says it holds, or None."""
     try:
-        found = json.loads(read_all(LocalStore(files), STATE, _LARGEST_STATE))
+        found = json.loads(LocalStore(files).read_whole(STATE, _LARGEST_STATE))
         return State(*(int(found[key]) for key in ("version", "digest", "fingerprint")))
     except FileNotFoundError:
         return None
@@ -180,7 +180,7 @@ def _weight_files(files: Files) -> list[str]:
     if HF_INDEX not in there:
         return [name for name in there if name.endswith(".safetensors")]
     try:
-        found = json.loads(read_all(LocalStore(files), HF_INDEX, _LARGEST_MAP))["weight_map"]
+        found = json.loads(LocalStore(files).read_whole(HF_INDEX, _LARGEST_MAP))["weight_map"]
         names = sorted({plain_name(name) for name in found.values()})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise PatchMismatch(f"{HF_INDEX} has no weight map; the checkpoint is damaged") from None

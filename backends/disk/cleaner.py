@@ -20,7 +20,7 @@ from weightsync.backends.disk.index import (
 )
 from weightsync.backends.disk.leases import Lease, leases
 from weightsync.backends.disk.names import CLAIM, INDEX, version_folder
-from weightsync.backends.disk.store import Store, read_all
+from weightsync.backends.disk.store import Store
 from weightsync.reference.protocol import FULL
 
 HIDDEN = "weightsync.hidden"
@@ -100,7 +100,7 @@ def hidden(store: Store) -> dict[int, Index]:
     for version in folders(store):
         names = store.list(version_folder(version))
         if HIDDEN in names and INDEX not in names:
-            raw = read_all(store, f"{version_folder(version)}/{HIDDEN}", LARGEST_INDEX)
+            raw = store.read_whole(f"{version_folder(version)}/{HIDDEN}", LARGEST_INDEX)
             found[version] = Index.load(raw, version)
     return found
 
@@ -108,7 +108,7 @@ def hidden(store: Store) -> dict[int, Index]:
 def show(store: Store, version: int) -> None:
     """A hidden version is there again."""
     folder = version_folder(version)
-    store.put(f"{folder}/{INDEX}", [read_all(store, f"{folder}/{HIDDEN}", LARGEST_INDEX)])
+    store.put(f"{folder}/{INDEX}", [store.read_whole(f"{folder}/{HIDDEN}", LARGEST_INDEX)])
     store.remove(f"{folder}/{HIDDEN}")
 
 
@@ -125,5 +125,5 @@ def discard(store: Store, version: int) -> None:
 
 def _hide(store: Store, version: int) -> None:
     folder = version_folder(version)
-    store.put(f"{folder}/{HIDDEN}", [read_all(store, f"{folder}/{INDEX}", LARGEST_INDEX)])
+    store.put(f"{folder}/{HIDDEN}", [store.read_whole(f"{folder}/{INDEX}", LARGEST_INDEX)])
     store.remove(f"{folder}/{INDEX}")

@@ -19,7 +19,7 @@ from weightsync.backends.disk.names import HF_INDEX, KEPT, plain_name, version_f
 from weightsync.backends.disk.reader import STAGED, CheckpointReader, Prepared
 from weightsync.backends.disk.shards import Held, ShardHeader, read_header
 from weightsync.backends.disk.squash import Change, change_to
-from weightsync.backends.disk.store import LocalStore, Store, read_all
+from weightsync.backends.disk.store import LocalStore, Store
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PatchMismatch, StaleVersion
 
@@ -45,7 +45,7 @@ def open_field(store: Store, version: int) -> FieldVersion:
     """
     folder = version_folder(version)
     try:
-        found: Any = json.loads(read_all(store, f"{folder}/{HF_INDEX}", LARGEST_INDEX))
+        found: Any = json.loads(store.read_whole(f"{folder}/{HF_INDEX}", LARGEST_INDEX))
         metadata, where = dict(found.get("metadata", {})), dict(found["weight_map"])
         said, base = int(metadata.get("version", version)), int(metadata.get("base_version", 0))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

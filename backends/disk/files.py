@@ -68,6 +68,9 @@ class Files(Protocol):
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes; PatchMismatch when the file is shorter."""
 
+    def read_whole(self, name: str, most: int) -> bytes:
+        """All of a file, as it was at one instant; PatchMismatch when it has more than ``most`` bytes."""
+
     def remove(self, name: str) -> None:
         """A file goes; it may be gone already."""
 
@@ -171,22 +174,17 @@ class LocalFiles:
         """See ``Files``."""
         handle = self._open(name, os.O_RDONLY)
         try:
-            size = os.fstat(handle).st_size
-            if offset < 0 or nbytes < 0 or offset + nbytes > size:
-                raise PatchMismatch(
-                    f"file {name!r} has {size} bytes, expected at least {offset + nbytes}; it was cut short"
-                )
-            parts: list[bytes] = []
-            while nbytes and (part := os.pread(handle, nbytes, offset)):
-                parts.append(part)
-                offset, nbytes = offset + len(part), nbytes - len(part)
+            return _read(handle, name, offset, nbytes)
         finally:
             os.close(handle)
-        if nbytes:
-            raise PatchMismatch(
-                f"file {name!r} ended {nbytes} bytes early; it was cut short while it was read"
-            )
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """See ``Files``."""
+        handle = self._open(name, os.O_RDONLY)
+        try:
+            return _read(handle, name, 0, at_most(name, os.fstat(handle).st_size, most))
+        finally:
+            os.close(handle)
 
     def remove(self, name: str) -> None:
         """See ``Files``."""
@@ -281,6 +279,28 @@ class _MappedFile:
     def close(self) -> None:
         self._bytes = np.empty(0, np.uint8)
         self._map = None  # unmapped once the last view is gone
+
+
+def at_most(name: str, size: int, most: int) -> int:
+    """``size``; PatchMismatch when it is more than ``most``."""
+    if size > most:
+        raise PatchMismatch(f"file {name!r} has {size} bytes, expected at most {most}; do not use it")
+    return size
+
+
+def _read(handle: int, name: str, offset: int, nbytes: int) -> bytes:
+    size = os.fstat(handle).st_size
+    if offset < 0 or nbytes < 0 or offset + nbytes > size:
+        raise PatchMismatch(
+            f"file {name!r} has {size} bytes, expected at least {offset + nbytes}; it was cut short"
+        )
+    parts: list[bytes] = []
+    while nbytes and (part := os.pread(handle, nbytes, offset)):
+        parts.append(part)
+        offset, nbytes = offset + len(part), nbytes - len(part)
+    if nbytes:
+        raise PatchMismatch(f"file {name!r} ended {nbytes} bytes early; it was cut short while it was read")
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _open_folder(part: str, parent: int, name: str) -> int:

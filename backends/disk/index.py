@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from weightsync.backends.disk.names import INDEX, KEPT, plain_name, version_folder, version_of
-from weightsync.backends.disk.store import Store, read_all
+from weightsync.backends.disk.store import Store
 from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.protocol import DELTA, FULL
 
@@ -137,7 +137,7 @@ _NUMBERS = ("version", "base", "fingerprint", "before", "after", "changed", "ele
 
 def read_index(store: Store, version: int) -> Index:
     """The index of one version; FileNotFoundError if there is none, PatchMismatch if it is damaged."""
-    return Index.load(read_all(store, f"{version_folder(version)}/{INDEX}", LARGEST_INDEX), version)
+    return Index.load(store.read_whole(f"{version_folder(version)}/{INDEX}", LARGEST_INDEX), version)
 
 
 def folders(store: Store) -> list[int]:

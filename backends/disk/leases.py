@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weightsync.backends.disk.names import KEPT, plain_name
-from weightsync.backends.disk.store import Store, read_all
+from weightsync.backends.disk.store import Store
 from weightsync.reference.errors import PatchMismatch
 
 FOLDER = f"{KEPT}/leases"
@@ -52,7 +52,7 @@ def leases(store: Store) -> list[Lease]:
             continue
         reader = name.removesuffix(".json")
         try:
-            body = json.loads(read_all(store, f"{FOLDER}/{name}", _LARGEST))
+            body = json.loads(store.read_whole(f"{FOLDER}/{name}", _LARGEST))
             chain = body["chain"]
             found.append(
                 Lease(

@@ -38,6 +38,7 @@ from weightsync.reference.errors import PatchMismatch, StaleVersion
 PREPARING = f"{KEPT}/preparing.lock"
 STAGED = "staged-"
 LEASE_NS = 600_000_000_000
+_TRIES = 8
 
 
 class Prepared:
@@ -90,7 +91,10 @@ class Prepared:
                     f"step from version {step.base} to {step.version} does not fit the checkpoint, which holds {now}; "
                     "prepare again"
                 )
-            self._files.rename(self._name, JOURNAL)
+            try:
+                self._files.rename(self._name, JOURNAL)
+            except FileNotFoundError:
+                raise StaleVersion(f"what was staged for version {step.version} is gone; prepare again") from None
             self._files.sync_folder(KEPT)
             for change in journal.changes():
                 self._checkpoint.write(change, change.new)
@@ -164,9 +168,17 @@ class CheckpointReader:
 
     def pull(self, target: int | None = None) -> Prepared:
         """Prepare, apply and settle in one; returns the step, closed."""
-        with self.prepare(target) as step:
-            step.apply()
-            step.settle()
+        for attempt in range(_TRIES):
+            with self.prepare(target) as step:
+                try:
+                    step.apply()
+                except StaleVersion:
+                    # Another reader on this host went elsewhere since.
+                    if attempt == _TRIES - 1:
+                        raise
+                    continue
+                step.settle()
+                break
         self.renew(step.version, ())
         return step
 
@@ -186,12 +198,14 @@ class CheckpointReader:
             for attempt in range(tries):
                 try:
                     return self._prepare(target)
-                except (PatchMismatch, FileNotFoundError):
+                except (PatchMismatch, FileNotFoundError) as error:
                     # Another process may have applied a step, or a cleaner have come after our lease ended.
                     self.renew(0, None)
                     self._known.clear()
-                    now = read_state(self.files)
-                    if now == held or attempt == tries - 1:
+                    with LocalStore(self.files).lock(LOCK, wait=True):
+                        now = read_state(self.files)
+                    moved = now != held or isinstance(error, FileNotFoundError)
+                    if not moved or attempt == tries - 1:
                         raise
                     held = now
         raise StaleVersion("no try to prepare was made, expected at least one; raise tries")
@@ -221,16 +235,22 @@ class CheckpointReader:
         return found
 
     def _prepare(self, target: int | None) -> Prepared:
-        there = self._listing().indexes
-        if target is None:
-            if not there:
-                raise StaleVersion("no version is published there; publish one, or name another folder")
-            target = max(there)
+        asked, there = target, self._listing().indexes
+        newest = max(there, default=0)
+        held = read_state(self.files)
+        if target is None and held is not None and held.version > newest:
+            there = self._listing().indexes  # another reader on this host knew a newer one
+            newest = max(there, default=0)
+        if not newest:
+            raise StaleVersion("no version is published there; publish one, or name another folder")
+        target = newest if target is None else target
         if target not in there:
             raise StaleVersion(
                 f"version {target} is not published there; it is still to come, or was removed"
             )
         state = self._state(there, target)
+        if target < state.version and newest == target and asked is None:
+            return self._prepare(None)
         if target < state.version:
             raise StaleVersion(
                 f"version {target} is older than {state.version}, which the checkpoint holds; pull it into an empty "
@@ -274,7 +294,7 @@ class CheckpointReader:
     def _usable(self, name: str, step: Step) -> bool:
         """True if another reader on this host has staged the step; what is staged for another base goes."""
         for staged in self.files.list(KEPT):
-            if staged.startswith(STAGED) and f"{KEPT}/{staged}" != name:
+            if staged.startswith(STAGED) and not staged.startswith(f"{STAGED}{step.base}-"):
                 self.files.remove(f"{KEPT}/{staged}")
         if name.rpartition("/")[2] not in self.files.list(KEPT):
             return False

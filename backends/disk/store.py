@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 from weightsync.backends.disk.files import Bytes, Files, LocalFiles
-from weightsync.reference.errors import PatchMismatch
 
 Progress = Callable[[int], None]
 """Told the bytes that moved since the last call."""
@@ -33,6 +32,9 @@ class Store(Protocol):
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes; PatchMismatch when there are fewer, FileNotFoundError when there is no file."""
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """All of a file, as it was at one instant; PatchMismatch when it has more than ``most`` bytes."""
 
     def size(self, name: str) -> int:
         """Bytes of a file; FileNotFoundError when there is none."""
@@ -78,6 +80,10 @@ class LocalStore:
         """See ``Store``."""
         return self.files.read(name, offset, nbytes)
 
+    def read_whole(self, name: str, most: int) -> bytes:
+        """See ``Store``."""
+        return self.files.read_whole(name, most)
+
     def size(self, name: str) -> int:
         """See ``Store``."""
         return self.files.size(name)
@@ -115,11 +121,3 @@ class LocalStore:
             if self.files.make_folder(inner):
                 self.files.sync_folder(above)
             above = inner
-
-
-def read_all(store: Store, name: str, most: int) -> bytes:
-    """A whole file of at most ``most`` bytes, which is checked before any is read."""
-    size = store.size(name)
-    if size > most:
-        raise PatchMismatch(f"file {name!r} has {size} bytes, expected at most {most}; do not use it")
-    return store.read(name, 0, size)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.backends.disk.files import Bytes, Mapped
+from weightsync.backends.disk.files import Bytes, Mapped, at_most
 from weightsync.backends.disk.names import FolderLocked, safe_name
 from weightsync.reference.errors import PatchMismatch
 
@@ -145,6 +145,10 @@ class FaultyFiles:
         if len(raw) != nbytes:
             raise PatchMismatch(f"file {name!r} was cut short, expected {nbytes} bytes at {offset}")
         return raw
+
+    def read_whole(self, name: str, most: int) -> bytes:
+        """See ``Files``."""
+        return self.read(name, 0, at_most(name, self.size(name), most))
 
     def remove(self, name: str) -> None:
         """See ``Files``."""
