@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ from weightsync.reference.snapshot import SnapshotSlots
 from weightsync.reference.steps import Step, Touched
 
 
+Patch: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+"""Positions, new bits and old bits of a piece; see ``Changes.patches``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """A whole snapshot: its slot, and the bytes that were copied."""
@@ -39,16 +44,16 @@ class Changes:
         slot: the slot with the new bits.
         base: the slot compared with; None when nothing was, and every owned element counts as changed.
         counts: changed elements per piece of the plan, owned by this rank.
-        patches: piece number -> positions relative to the piece's base, int32 (n,) ascending, and the new
-        bits.
-        nbytes: bytes of the patches.
+        patches: piece number -> positions relative to the piece's base, int32 (n,) ascending, the new bits
+        (n,), and the bits that the base had (n,), or None where nothing knows them.
+        nbytes: bytes of the patches' positions and new bits.
         digest_change: what the rank's share of the digest changes by, from ``base`` to ``slot``.
     """
 
     slot: int
     base: int | None
     counts: tuple[int, ...]
-    patches: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    patches: Mapping[int, Patch] = field(default_factory=dict)
     nbytes: int = 0
     digest_change: int = 0
 
@@ -186,7 +191,7 @@ class Source:
                     raise PlanMismatch(
                         "changes hold no patch for a sparse piece, expected one; diff against a base"
                     )
-                positions, bits = changes.patches[number]
+                positions, bits, _ = changes.patches[number]
                 size = positions.nbytes + bits.nbytes
                 jobs.append(_writer(payload[offset : offset + size], positions, bits))
                 offset += size
@@ -238,7 +243,7 @@ class Source:
         self, slot: int, base: int, found: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]
     ) -> Changes:
         counts = [0] * len(self.plan.pieces)
-        patches: dict[int, tuple[Tensor, Tensor]] = {}
+        patches: dict[int, Patch] = {}
         shifts: list[int] = []
         merged = {tensor: _merge(several) for tensor, several in found.items()}
         for tensor, (flat, new, old) in merged.items():
@@ -246,12 +251,13 @@ class Source:
             shifts += [digest_sum(tensor_key, flat, new), -digest_sum(tensor_key, flat, old)]
         for number, piece in enumerate(self.plan.pieces):
             if piece.tensor in merged:
-                flat, new, _ = merged[piece.tensor]
+                flat, new, old = merged[piece.tensor]
                 low, high = _window(flat, piece, self.plan.tensors[piece.tensor].numel)
                 if high > low:
                     counts[number] = high - low
-                    patches[number] = ((flat[low:high] - piece.base).to(torch.int32), new[low:high])
-        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits in patches.values())
+                    positions = (flat[low:high] - piece.base).to(torch.int32)
+                    patches[number] = (positions, new[low:high], old[low:high])
+        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits, _ in patches.values())
         return Changes(slot, base, tuple(counts), patches, nbytes, combine(shifts))
 
 

@@ -22,8 +22,8 @@ def forgets_one_change(verbs: Any) -> None:
         changes = yield from whole(slot, base)
         if not changes.patches:
             return changes
-        piece, (positions, bits) = next(iter(changes.patches.items()))
-        patches = {**changes.patches, piece: (positions[:-1], bits[:-1])}
+        piece, (positions, bits, old) = next(iter(changes.patches.items()))
+        patches = {**changes.patches, piece: (positions[:-1], bits[:-1], None if old is None else old[:-1])}
         if len(positions) == 1:
             del patches[piece]
         counts = tuple(n - (number == piece) for number, n in enumerate(changes.counts))

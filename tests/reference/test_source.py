@@ -64,6 +64,16 @@ def test_changes_own_their_memory_and_nothing_is_advanced() -> None:
     assert run(sides.sources[0].diff(1, 0)).counts == (1,)
 
 
+def test_changes_carry_the_bits_that_the_base_had() -> None:
+    sides = two_ranks(A, B)
+    before = int_view(sides.sources[0].params["p0"]).clone()
+    assert changed_by(sides, [[(0, 1), (2, 1), (3, 1)], [(4, 1)]]) == [(2, 0), (1, 1)]
+    _, new, old = run(sides.sources[0].diff(1, 0)).patches[0]
+    assert old is not None
+    assert old.tolist() == before[[0, 2]].tolist()
+    assert (new ^ old).tolist() == [1, 1]
+
+
 def test_without_a_base_every_owned_element_counts() -> None:
     sides = two_ranks(A, B)
     for source in sides.sources:

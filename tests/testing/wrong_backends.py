@@ -91,7 +91,7 @@ class OffByOne(Source):
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         changes = yield from super().diff(slot, base)
-        patches = {number: (positions + 1, bits) for number, (positions, bits) in changes.patches.items()}
+        patches = {number: (patch[0] + 1, *patch[1:]) for number, patch in changes.patches.items()}
         return replace(changes, patches=patches)
 
 
@@ -103,7 +103,7 @@ class SendsWhatDidNotChange(Source):
         if base is None or self.rank or changes.nnz:
             return changes
         bits = int_view(next(iter(self.held(slot).values())))[:1].clone()
-        patches = {0: (torch.zeros(1, dtype=torch.int32), bits)}
+        patches = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
         return replace(changes, counts=(1, *changes.counts[1:]), patches=patches)
 
 
