@@ -23,7 +23,6 @@ from weightsync.reference.rowtables import by_output
 from weightsync.reference.snapshot import SnapshotSlots
 from weightsync.reference.steps import Step, Touched
 
-
 Patch: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Positions, new bits and old bits of a piece; see ``Changes.patches``."""
 
