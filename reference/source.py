@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
-from weightsync.reference.delta import changed
+from weightsync.reference.detect import changed
 from weightsync.reference.digest import OwnedDigest, combine, digest_sum, key
 from weightsync.reference.encoding import as_bytes, padded, write_section
 from weightsync.reference.errors import PlanMismatch
