@@ -6,7 +6,8 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-from weightsync.reference.source import Changes, Source
+from weightsync.reference.changes import Changes
+from weightsync.reference.source import Source
 from weightsync.testing.faults import FaultRun
 from weightsync.testing.tiny import SETTINGS
 

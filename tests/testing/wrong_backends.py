@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.buckets import Bucket
+from weightsync.reference.changes import Changes, Found, in_pieces
 from weightsync.reference.control import Message
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import DeadlineExceeded, GroupBroken
 from weightsync.reference.members import Group
 from weightsync.reference.params import TPAttributes, carry, int_view, read
 from weightsync.reference.rowmap import RowMap
-from weightsync.reference.source import Changes, Held, Source
+from weightsync.reference.source import Held, Source
 from weightsync.reference.steps import Step, Touched, run
 from weightsync.reference.target import Decoded, Target
 from weightsync.testing.damage import sealed
@@ -38,10 +39,10 @@ class CarriesAttributesOnce(Source):
     """Carries attributes when a slot's memory is allocated, and never again."""
 
     def snapshot(self, slot: int) -> Step[Held]:
-        first = {name: read(tensor) for name, tensor in self._slots._copies[slot].items()}
+        first = {name: read(tensor) for name, tensor in self.baseline._slots._copies[slot].items()}
         held = yield from super().snapshot(slot)
         for name, attributes in first.items():
-            attributes.stamp(self._slots._copies[slot][name])
+            attributes.stamp(self.baseline._slots._copies[slot][name])
         return held
 
 
@@ -61,7 +62,7 @@ class KeepsTheLiveTensor(Source):
     def snapshot(self, slot: int) -> Step[Held]:
         held = yield from super().snapshot(slot)
         for name, live in self.params.items():
-            self._slots._copies[slot][name] = carry(live, live.detach())
+            self.baseline._slots._copies[slot][name] = carry(live, live.detach())
         return held
 
 
@@ -70,13 +71,13 @@ class ComparesValues(Source):
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         yield Touched(0)
-        found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        found: Found = {}
         new, old = self.held(slot), self.held(base or 0)
         for row_map in self._maps:
             self._compare(row_map, new[row_map.name], old[row_map.name], found)
-        return self._in_pieces(slot, base or 0, found)
+        return in_pieces(self.plan, slot, base or 0, found)
 
-    def _compare(self, row_map: RowMap, new: Tensor, old: Tensor, found: dict[int, list[Any]]) -> None:
+    def _compare(self, row_map: RowMap, new: Tensor, old: Tensor, found: Found) -> None:
         local = (new != old).reshape(-1).nonzero().reshape(-1)
         output, flat = row_map.to_checkpoint(local)
         for index, number in enumerate(row_map.outputs):
