@@ -259,8 +259,41 @@ def make_baseline(name: str, maps: Sequence[RowMap], bits: DirtyBits | None = No
         return DirtyBaseline(maps, bits)
     if bits is not None:
         raise PlanMismatch(f"baseline {name!r} was given dirty bits, which it would ignore; take 'dirty'")
-    if name == "whole":
-        return WholeBaseline(maps)
-    if name == "shards":
-        return ShardsBaseline(maps)
+    return ShardsBaseline(maps) if named(name) is SHARDS else WholeBaseline(maps)
+
+
+def named(name: str) -> Traits:
+    """The traits of the baseline of this name, without recorded old bits; PlanMismatch for an unknown one."""
+    for traits in (WHOLE, SHARDS, DIRTY):
+        if traits.name == name:
+            return traits
     raise PlanMismatch(f"baseline {name!r} is unknown, expected 'whole', 'shards' or 'dirty'")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes of a baseline.
+
+    Attributes:
+        copy: those of one snapshot.
+        total: all that it keeps, once both slots were written; the optimizer's marks included.
+        scanned: those that a diff reads.
+    """
+
+    copy: int
+    total: int
+    scanned: int
+
+
+def kept(traits: Traits, maps: Sequence[RowMap]) -> Kept:
+    """What a baseline of these traits keeps of parameters with ``maps``; no weight is needed, old bits not counted."""
+    held = [one for one in maps if traits.name == "whole" or bool((one.tables.told >= 0).any())]
+    if traits.name == "shards":
+        rows = [int((one.tables.told >= 0).sum()) for one in held]
+        copy = sum(n * one.width * one.dtype.itemsize for n, one in zip(rows, held, strict=True))
+    else:
+        copy = sum(math.prod(one.local_shape) * one.dtype.itemsize for one in held)
+    if traits.name != "dirty":
+        return Kept(copy, 2 * copy, 2 * copy)
+    marks, scanned = (sum(-(-math.prod(one.local_shape) // 8) for one in some) for some in (maps, held))
+    return Kept(copy, copy + 2 * marks, scanned)
