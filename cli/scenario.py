@@ -64,8 +64,8 @@ class Scenario(Table):
                 )
         if self.workload.kind == "rl" and self.policy.baseline == "dirty":
             raise ValueError(
-                'policy.baseline = "dirty" needs an optimizer that marks what it writes, and that of workload.kind = "rl" '
-                'does not; take "whole" or "shards"'
+                'policy.baseline = "dirty" needs an optimizer that marks what it writes, which workload.kind = "rl" '
+                'has not; take "whole" or "shards"'
             )
         if self.workload.kind == "rl" and not self.values:
             raise ValueError(

@@ -178,32 +178,35 @@ class DirtyBaseline:
                 )
         self._slots = SnapshotSlots({one.name: one.dtype for one in self.maps})
         self._last: int | None = None
+        self._open: dict[str, Marks] | None = None
         self._between: dict[str, Marks] | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held now: the copy, the optimizer's marks, and those taken."""
-        taken = sum(one.nbytes for one in (self._between or {}).values())
-        return self._slots.nbytes + self.bits.nbytes + taken
+        taken = [one for marks in (self._between, self._open) for one in (marks or {}).values()]
+        return self._slots.nbytes + self.bits.nbytes + sum(one.nbytes for one in taken)
 
     def write(self, slot: int, params: Mapping[str, Tensor]) -> Step[int]:
-        """See ``Baseline.write``; marks taken for a snapshot that fails go back."""
+        """See ``Baseline.write``; marks taken for one that failed count again at the next."""
         if not 0 <= slot < SLOTS:
             raise PlanMismatch(f"snapshot slot {slot} does not exist, expected 0 or 1; snapshot into free()")
-        taken, done = self.bits.take(), False
-        try:
-            nbytes = yield from self._slots.write(0, params)
-            done = True
-        finally:
-            if not done:
-                self.bits.put_back(taken)
+        if self._open is not None:
+            self.bits.put_back(self._open)
+        taken = self._open = self.bits.take()
+        nbytes = yield from self._slots.write(0, params)
+        self._open = None
         if self._last == slot and self._between is not None:
-            for name, marks in taken.items():
-                self._between[name].add(marks)
+            self._tell_again(self._between, taken)
         elif self._last is not None and self._last != slot:
             self._between = taken
         self._last = slot
         return nbytes
+
+    def _tell_again(self, between: dict[str, Marks], taken: Mapping[str, Marks]) -> None:
+        """The push of ``between`` came to nothing: its marks and the new ones lead from the base to the copy."""
+        for name, marks in taken.items():
+            between[name].add(marks)
 
     def tensors(self, slot: int) -> Mapping[str, Tensor]:
         """See ``Baseline.tensors``; only the last snapshot is there."""

@@ -33,6 +33,7 @@ class Case:
         seed: the seed that drew it, and that of the weights.
         receive: ``stage`` or ``stream``.
         detect_ms: how long after a kill its data groups break.
+        baseline: what the trainer tells changes by.
     """
 
     faults: tuple[AnyFault, ...]
@@ -40,13 +41,14 @@ class Case:
     seed: int = 0
     receive: str = "stage"
     detect_ms: int = 0
+    baseline: str = "whole"
 
     def run(self, protocol: Protocol) -> Report:
         """Make the run."""
         settings = replace(SETTINGS, receive=self.receive)  # type: ignore[arg-type]
         return FaultRun(
             self.faults, trainer=protocol.trainer, rollout=protocol.rollout, updates=self.updates, seed=self.seed,
-            settings=settings, detect_ns=self.detect_ms * MS,
+            settings=settings, detect_ns=self.detect_ms * MS, baseline=self.baseline,
         ).run()  # fmt: skip
 
 
