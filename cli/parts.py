@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+
+from torch import Tensor
 
 from weightsync.cli import logs
-from weightsync.cli.model.synthetic import SyntheticWorkload
+from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
+from weightsync.cli.model.trainer import DemoTrainer
 from weightsync.cli.record import RankRecord
 from weightsync.cli.rl.engine import TokenTurns
 from weightsync.cli.scenario import Scenario
+from weightsync.reference.baselines import make_baseline
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.holdings import Holding
 from weightsync.reference.members import RankId
@@ -17,6 +22,7 @@ from weightsync.reference.rank import Verbs
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.seams import Engine
+from weightsync.reference.source import Source
 from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.phantom import PhantomTarget
@@ -89,6 +95,15 @@ def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple
         total, numel = counts[piece.tensor], max(1, deployment.tensors[piece.tensor].numel)
         shares.append((piece.base + piece.count) * total // numel - piece.base * total // numel)
     return tuple(shares)
+
+
+def make_source(
+    scenario: Scenario, deployment: Deployment, rank: int, params: Mapping[str, Tensor], trainer: object
+) -> Source:
+    """A trainer rank's bytes, with the baseline of the scenario's policy; ``trainer`` is what changes ``params``."""
+    name, maps = scenario.policy.baseline, deployment.plan.maps[rank]
+    marks = trainer.dirty if isinstance(trainer, (DemoTrainer, SyntheticTrainer)) else []
+    return Source(deployment.plan, rank, params, make_baseline(name, maps, marks[rank] if marks else None))
 
 
 def blank_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> Target:

@@ -147,10 +147,11 @@ class Ranks:
     def _source(self, rank: RankId) -> Source | PhantomSource:
         plan = self.deployment.plan
         if self.workload is not None:
-            return Source(plan, rank.rank, self.workload.params_of(rank.rank))
-        return PhantomSource(
-            plan, rank.rank, lambda: parts.piece_counts(self.scenario, self.deployment, self.steps)
-        )
+            return parts.make_source(
+                self.scenario, self.deployment, rank.rank, self.workload.params_of(rank.rank), self.workload
+            )
+        counts = lambda: parts.piece_counts(self.scenario, self.deployment, self.steps)  # noqa: E731
+        return PhantomSource(plan, rank.rank, counts, self.scenario.policy.baseline)
 
     def _target(self, rank: RankId) -> Target | PhantomTarget:
         if self.workload is None:

@@ -210,6 +210,7 @@ class Policy(Table):
 
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
+    baseline: Literal["whole", "shards", "dirty"] = "whole"
     verify_every: int = Field(default=10, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
     on_rollout_loss: Literal["fail", "continue"] = "fail"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weightsync.reference.audit import AuditReport
 from weightsync.reference.buckets import DELTA, END, Range, end_bucket, pack_bucket, unpack
+from weightsync.reference.detect import Differing
 from weightsync.reference.digest import combine
 from weightsync.reference.errors import StaleVersion
 from weightsync.reference.members import Group, RankId
@@ -42,14 +43,18 @@ def misses_a_change(verbs: Any) -> None:
     source = verbs.local
     if not isinstance(source, Source):
         return
-    whole = source._in_pieces
+    whole, names = source.baseline.find, list[str]()
 
-    def fewer(slot: int, base: int, found: dict[int, Any]) -> Any:
-        for tensor, parts in list(found.items())[:1]:
-            found = {**found, tensor: [tuple(column[:-1] for column in parts[0]), *parts[1:]]}
-        return whole(slot, base, found)
+    def fewer(name: str, *rest: Any) -> Differing:
+        found = whole(name, *rest)
+        if found.positions.numel() and name in (*names, name)[:1]:
+            names[:] = [name]
+            return Differing(
+                found.positions[:-1], found.new[:-1], None if found.old is None else found.old[:-1]
+            )
+        return found
 
-    source._in_pieces = fewer  # type: ignore[assignment,method-assign]
+    source.baseline.find = fewer  # type: ignore[method-assign]
 
 
 def test_a_diff_that_misses_a_change_does_not_commit_where_every_element_is_read() -> None:

@@ -101,7 +101,9 @@ def test_readers_of_one_host_apply_once(tmp_path: Path) -> None:
         step.settle()
         step.close()
     assert bits_in(readers[0].files) == bits_of(STATES[2])
-    assert [name for name in readers[0].files.list(".weightsync") if "stage" in name or name == "journal"] == []
+    assert [
+        name for name in readers[0].files.list(".weightsync") if "stage" in name or name == "journal"
+    ] == []
 
 
 @given(first=st.integers(1, 8), last=st.integers(1, 8), full=st.sets(st.integers(1, 8)))
@@ -130,7 +132,13 @@ def index(version: int, base: int, nbytes: int) -> Index:
 
 
 def test_the_cheapest_chain_is_taken() -> None:
-    there = {1: index(1, 0, 100), 2: index(2, 1, 30), 3: index(3, 2, 30), 4: index(4, 0, 50), 5: index(5, 4, 1)}
+    there = {
+        1: index(1, 0, 100),
+        2: index(2, 1, 30),
+        3: index(3, 2, 30),
+        4: index(4, 0, 50),
+        5: index(5, 4, 1),
+    }
     assert [one.version for one in cheapest_chain(there, 3, 1)] == [2, 3]
     assert [one.version for one in cheapest_chain(there, 5, 1)] == [4, 5]
     assert [one.version for one in cheapest_chain(there, 3)] == [1, 2, 3]

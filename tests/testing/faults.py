@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from weightsync.reference.baselines import make_baseline
+from weightsync.reference.dirty import DirtyBits
 from weightsync.reference.members import RankId, RolloutRef
 from weightsync.reference.params import int_view
 from weightsync.reference.protocol import ProtocolSettings
@@ -76,6 +78,7 @@ class FaultRun:
         settings: of the protocol.
         detect_ns: how long after a kill its data groups break.
         verbs: changes each rank's verbs before it runs; how a test plants a wrong backend.
+        baseline: what the trainer tells changes by; see ``reference.baselines``.
     """
 
     def __init__(
@@ -89,7 +92,9 @@ class FaultRun:
         settings: ProtocolSettings = SETTINGS,
         detect_ns: int = 0,
         verbs: Callable[[SimVerbs], None] | None = None,
+        baseline: str = "whole",
     ) -> None:
+        self.baseline = baseline
         self.deployment = tiny_deployment()
         self.history = History(self.deployment, memo())
         self.step = 0
@@ -120,6 +125,7 @@ class FaultRun:
         for number, params in enumerate(self.params):
             for name, parameter in params.items():
                 self.deployment.attributes[number][name].stamp(parameter)
+        self.dirty = [DirtyBits(params) for params in self.params] if baseline == "dirty" else []
         self.change = verbs
         self.trainers = [self._trainer(trainer, rank) for rank in self.deployment.trainers]
         for ref in self.deployment.rollouts:
@@ -154,7 +160,9 @@ class FaultRun:
         return verbs
 
     def _trainer(self, kind: type[Trainer], rank: RankId) -> Trainer:
-        source = Source(self.deployment.plan, rank.rank, self.params[rank.rank])
+        plan, dirty = self.deployment.plan, self.dirty[rank.rank] if self.dirty else None
+        baseline = make_baseline(self.baseline, plan.maps[rank.rank], dirty)
+        source = Source(plan, rank.rank, self.params[rank.rank], baseline)
         lead = rank == self.deployment.trainers[0]
         return kind(
             self._verbs(rank, source), self.deployment.plan, self.deployment.trainers, self.deployment.rollouts,
@@ -226,9 +234,11 @@ class FaultRun:
         name, ledger = str(self.deployment.trainers[rank]), self.cluster.ledger
         self.step = step
         interval = ledger.begin(name, "optimizer", Touched(0, writes=("live",)), self.world.now_ns())
-        for parameter, new in zip(
-            self.params[rank].values(), tiny_shards(self.seed, step)[rank].values(), strict=True
+        for (key, parameter), new in zip(
+            self.params[rank].items(), tiny_shards(self.seed, step)[rank].values(), strict=True
         ):
+            if self.dirty:
+                self.dirty[rank].mark(key, new, parameter)
             int_view(parameter.data).copy_(int_view(new.data))
         await self.cluster.clocks[name].sleep_until(self.world.now_ns() + 1000)
         ledger.end(interval)
