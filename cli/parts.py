@@ -7,13 +7,15 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from weightsync.cli.model.synthetic import SyntheticWorkload
+from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
+from weightsync.cli.model.trainer import DemoTrainer
 from weightsync.cli.rl.engine import TokenTurns
 from weightsync.cli.scenario import Scenario
+from weightsync.reference.baselines import make_baseline
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.holdings import Holding
 from weightsync.reference.issue_order import OrderedTrainer
-from weightsync.reference.live_source import LiveSource, LiveTrainer
+from weightsync.reference.live_push import LiveBaseline, LiveTrainer
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
@@ -95,6 +97,17 @@ def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple
     return tuple(shares)
 
 
+def make_source(
+    scenario: Scenario, deployment: Deployment, rank: int, params: Mapping[str, Tensor], trainer: object
+) -> Source:
+    """A trainer rank's bytes, with the baseline of the scenario's policy; ``trainer`` is what changes ``params``."""
+    name, maps = scenario.policy.baseline, deployment.plan.maps[rank]
+    if scenario.policy.snapshot == "none":
+        return Source(deployment.plan, rank, params, LiveBaseline(maps, params))
+    marks = trainer.dirty if isinstance(trainer, (DemoTrainer, SyntheticTrainer)) else []
+    return Source(deployment.plan, rank, params, make_baseline(name, maps, marks[rank] if marks else None))
+
+
 def blank_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> Target:
     """A rollout rank's bytes before the first update: allocated, zero."""
     maps, route = deployment.rollout_maps(rank), scenario.policy.route
@@ -107,12 +120,6 @@ def counted_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> 
     owned = scenario.policy.route == "owned"
     tensors = deployment.tensors
     return PhantomTarget(maps, Holding.of(tensors, maps.values()) if owned else Holding.whole(tensors))
-
-
-def source(scenario: Scenario, deployment: Deployment, rank: RankId, params: Mapping[str, Tensor]) -> Source:
-    """A trainer rank's bytes: with two snapshots, or none."""
-    kind = Source if scenario.policy.snapshot != "none" else LiveSource
-    return kind(deployment.plan, rank.rank, params)
 
 
 def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:

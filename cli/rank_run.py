@@ -164,7 +164,9 @@ class TrainerRun(RankRun):
 
     def local(self) -> Source:
         """The shards of this rank."""
-        return parts.source(self.scenario, self.deployment, self.me, self.trainer.params)
+        return parts.make_source(
+            self.scenario, self.deployment, self.me.rank, self.trainer.params, self.trainer
+        )
 
     async def program(self, verbs: Verbs) -> None:
         """Step, wait for the others, push, audit; then release the rollouts."""

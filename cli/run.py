@@ -163,14 +163,12 @@ class Ranks:
     def _source(self, rank: RankId) -> Source | PhantomSource:
         plan = self.deployment.plan
         if self.workload is not None:
-            return parts.source(self.scenario, self.deployment, rank, self.workload.params_of(rank.rank))
-        return PhantomSource(
-            plan,
-            rank.rank,
-            lambda: parts.piece_counts(
-                self.scenario, self.deployment, self.pushes[rank.rank].schedule.publishing
-            ),
-        )
+            return parts.make_source(
+                self.scenario, self.deployment, rank.rank, self.workload.params_of(rank.rank), self.workload
+            )
+        schedule = lambda: self.pushes[rank.rank].schedule  # noqa: E731
+        counts = lambda: parts.piece_counts(self.scenario, self.deployment, schedule().publishing)  # noqa: E731
+        return PhantomSource(plan, rank.rank, counts, self.scenario.policy.baseline)
 
     def _target(self, rank: RankId) -> Target | PhantomTarget:
         if self.workload is None:

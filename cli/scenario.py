@@ -62,6 +62,11 @@ class Scenario(Table):
                 raise ValueError(
                     'faults.kill needs policy.on_rollout_loss = "continue"; with "fail" the run would end there'
                 )
+        if self.workload.kind == "rl" and self.policy.baseline == "dirty":
+            raise ValueError(
+                'policy.baseline = "dirty" needs an optimizer that marks what it writes, which workload.kind = "rl" '
+                'has not; take "whole" or "shards"'
+            )
         if self.workload.kind == "rl" and not self.values:
             raise ValueError(
                 'workload.kind = "rl" needs values = true; rollouts sample from the weights they hold'
@@ -99,6 +104,10 @@ class Scenario(Table):
         if policy.snapshot == "none" and not self.values:
             raise ValueError(
                 'policy.snapshot = "none" needs values = true; what is only counted has no live weights to send'
+            )
+        if policy.snapshot == "none" and policy.baseline != "whole":
+            raise ValueError(
+                f'policy.baseline = "{policy.baseline}" needs snapshots, and policy.snapshot is "none"; set one of them'
             )
         if policy.snapshot == "none" and policy.route == "owned":
             raise ValueError(

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightsync.cli.model.config import DTYPES
 from weightsync.cli.model.families import make_family
-from weightsync.reference.errors import WeightSyncError
+from weightsync.reference.batching.minibatch import rechunked
+from weightsync.reference.errors import BatchError, WeightSyncError
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
 from weightsync.reference.parallel import RolloutLayout, TrainerLayout
@@ -153,6 +154,9 @@ class Rl(Table):
     ``entropy`` weighs the policy's entropy, in nats per token, against the advantages, which keeps it from settling
     on wrong answers early; the weight falls with the step size. ``correction`` ``"tis"`` weighs each token by how much
     likelier it is now than when it was drawn, at most ``learner.TIS_CAP`` times.
+
+    ``num_iters_per_train_update`` cuts a step's samples into so many equal consecutive pieces, each of which is one
+    optimizer step; advantages are those of the whole batch.
     """
 
     task: Literal["reverse", "add"] = "reverse"
@@ -166,6 +170,15 @@ class Rl(Table):
     decay_from: float = Field(default=0.5, ge=0.0, le=1.0)
     entropy: float = Field(default=0.0, ge=0.0)
     correction: Literal["none", "tis"] = "none"
+    num_iters_per_train_update: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _pieces(self) -> Rl:
+        try:
+            rechunked(self.prompts * self.samples, self.num_iters_per_train_update)
+        except BatchError as error:
+            raise ValueError(f"{error}: prompts {self.prompts} times samples {self.samples}") from None
+        return self
 
 
 class Workload(Table):
@@ -202,7 +215,8 @@ class Policy(Table):
     publish_interval: int = Field(default=1, ge=1)
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
-    verify_every: int = Field(default=1, ge=0)
+    baseline: Literal["whole", "shards", "dirty"] = "whole"
+    verify_every: int = Field(default=10, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     update_ms: int = Field(default=60_000, ge=1)

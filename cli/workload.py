@@ -103,13 +103,21 @@ def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> DemoTrai
     ``folder`` is what ``prepare`` returned. The trainers of an ``rl`` workload need groups: see ``cli.rl``.
     """
     work, layout = scenario.workload, deployment(scenario)
+    dirty = scenario.policy.baseline == "dirty"
     if work.kind == "rl":
         raise ScenarioError(
             'workload.kind is "rl", whose trainers are LocalJob and RlTrainer; make one of them'
         )
     if work.kind == "train" and folder is not None:
         return DemoTrainer(
-            folder, rank, layout, lr=work.lr, seed=work.seed, batch=work.batch, tokens=work.tokens
+            folder,
+            rank,
+            layout,
+            lr=work.lr,
+            seed=work.seed,
+            batch=work.batch,
+            tokens=work.tokens,
+            dirty=dirty,
         )
     return SyntheticTrainer(
         layout,
@@ -117,6 +125,7 @@ def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> DemoTrai
         density=work.density,
         seed=work.seed,
         weights=None if folder is None else load_weights(folder, layout.model),
+        dirty=dirty,
     )
 
 

@@ -48,6 +48,10 @@ class PlanMismatch(WeightSyncError):
     """Two sides, or two ranks, disagree about the tensors, their shapes or how they are cut."""
 
 
+class BatchError(WeightSyncError, ValueError):
+    """Samples cannot be cut into batches as asked, or batches do not fit together. Every rank raises it alike."""
+
+
 class ProbeError(WeightSyncError):
     """A probed export or a captured loader does more, or less, than move elements."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from weightsync.reference.audit import AuditReport, audit
 from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId, RolloutRef
@@ -67,7 +68,7 @@ class Trainer:
         everybody = [rank for rollout in rollouts for rank in rollout.ranks]
         self.routes = choose_routes(plan, settings.route, routes, everybody)
         self.slots = BaselineSlots()
-        self.updates = self.highest = 0
+        self.updates = self.audits = self.highest = 0
         self.version = 0
         self.epoch = 0
         self.members: tuple[int, ...] = ()
@@ -139,6 +140,18 @@ class Trainer:
         """
         return await ask(self, deadline_ns)
 
+    async def audit(self, deadline_ns: int) -> AuditReport:
+        """Count every element of every member anew, by ``deadline_ns``; all trainer ranks call it, between updates.
+
+        Rollouts generate on meanwhile. One that does not hold what was pushed is paused and dirty, and whoever was
+        found wrong gets a full update next.
+
+        Raises:
+            StaleVersion: no version is acknowledged by every member, such as after a failed update.
+            UpdateAborted: a trainer rank failed, named. PeerLost: one was lost.
+        """
+        return await audit(self, deadline_ns)
+
     # ---- stages ----------------------------------------------------------------------------------------------
 
     async def connect(self, deadline_ns: int) -> None:
@@ -196,6 +209,10 @@ class Trainer:
             body = {"version": self.job.version, "reason": reason}
             for leader in self._leaders():
                 await self.fanout.quietly(partial(self.verbs.post, leader, "abort", body))
+        await self.reconnect()
+
+    async def reconnect(self) -> None:
+        """Drop every group; the next update asks everybody again what they hold."""
         await self._close_groups()
         self.members = ()
 

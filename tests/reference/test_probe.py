@@ -22,6 +22,7 @@ from weightsync.reference.source import Source
 from weightsync.reference.steps import run
 from weightsync.testing.byhand import make_update
 from weightsync.testing.gather_export import GatherExport, norms, padded
+from weightsync.testing.states import examples
 from weightsync.testing.strategies import DTYPES, checkpoints, deployments
 
 SMALL = ModelShape(vocab=5, hidden=4, intermediate=6, layers=1, heads=4, kv_heads=2, head_dim=2, qk_norm=True)
@@ -53,7 +54,8 @@ def check_same_told(found: Probed, deployment: Deployment) -> None:
             assert len(one.tensor) <= len(expected[name].tensor), name
 
 
-@given(deployment=deployments())
+@examples(0.8)
+@given(deployment=deployments(max_tp=8))
 def test_a_probe_finds_the_layout_tables(deployment: Deployment) -> None:
     check_same_told(probed(deployment), deployment)
 
@@ -79,7 +81,7 @@ def test_direct_maps_and_probe_and_full_diff_give_identical_patches(
         found: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for source in sources:
             for piece, patch in run(source.diff(1, 0)).patches.items():
-                found.setdefault(piece, []).append(patch)
+                found.setdefault(piece, []).append(patch[:2])
         dense = [dict(GatherExport(deployment.model)(one)) for one in _both(deployment, old, new)]
         for number, meta in enumerate(plan.tensors):
             expected = diff(meta, dense[1][meta.name], dense[0][meta.name])
