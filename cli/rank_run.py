@@ -235,18 +235,18 @@ class TrainerRun(RankRun):
         for one in ended:
             export = self.exports.pop(one.step, None)
             if export is not None and one.outcome.committed and one.outcome.version is not None:
-                self._audit_one(one.outcome, export)
+                self._audit_one(one.outcome, one.outcome.version, export)
 
-    def _audit_one(self, outcome: Outcome, export: dict[str, Tensor]) -> None:
+    def _audit_one(self, outcome: Outcome, version: int, export: dict[str, Tensor]) -> None:
         if isinstance(self.samples, LeadSamples):
             self.samples.committed(outcome.members)
-        file = self.errand.export_file(outcome.version)
+        file = self.errand.export_file(version)
         save_file(export, file)
         members = [
             rank for number in sorted(outcome.members) for rank in self.deployment.rollouts[number].ranks
         ]
         self.desk.catch_up()
-        self.desk.tell(members, "audit", version=outcome.version)
+        self.desk.tell(members, "audit", version=version)
         words = self.desk.hear_all(members, "audited")
         file.unlink()
         for rank in (one for one in members if str(one) in words):

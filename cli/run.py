@@ -166,8 +166,11 @@ class Ranks:
             return parts.make_source(
                 self.scenario, self.deployment, rank.rank, self.workload.params_of(rank.rank), self.workload
             )
-        schedule = lambda: self.pushes[rank.rank].schedule  # noqa: E731
-        counts = lambda: parts.piece_counts(self.scenario, self.deployment, schedule().publishing)  # noqa: E731
+
+        def counts() -> tuple[int, ...]:
+            step = self.pushes[rank.rank].schedule.publishing
+            return parts.piece_counts(self.scenario, self.deployment, step)
+
         return PhantomSource(plan, rank.rank, counts, self.scenario.policy.baseline)
 
     def _target(self, rank: RankId) -> Target | PhantomTarget:

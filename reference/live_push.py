@@ -31,10 +31,9 @@ class LiveBaseline:
         params: the live parameters; looked up anew at every use, and not to be changed during an update.
     """
 
-    traits = NONE
-
     def __init__(self, maps: Sequence[RowMap], params: Mapping[str, Tensor]) -> None:
-        self.maps = tuple(maps)
+        self.maps: Sequence[RowMap] = tuple(maps)
+        self.traits = NONE
         self._params = params
 
     @property

@@ -90,6 +90,15 @@ def test_every_wrong_schedule_is_seen(wrong: type[PushSchedule]) -> None:
     pytest.fail(f"{wrong.__name__} keeps every promise")
 
 
+@pytest.mark.parametrize("baseline", ["shards", "dirty"])
+@pytest.mark.parametrize("verb", ["", "diff", "gather", "send"])
+def test_under_every_baseline_a_failed_push_in_the_background_is_healed(baseline: str, verb: str) -> None:
+    verbs = PushCase((), baseline=baseline).run(Protocol()).awaits["trainer.0"]
+    faults = [Fault("trainer.0", verbs.index(verb) + 1, "fail")] if verb else []
+    case = PushCase(tuple(faults), baseline=baseline)
+    assert case.run(Protocol()).violations == []
+
+
 def test_slot_parity_is_found_in_the_background_too() -> None:
     counts = push_awaits()
     cases = [

@@ -138,6 +138,7 @@ class PushCase(Case):
         return PushRun(
             self.faults, schedule=self.schedule, trainer=trainer, rollout=protocol.rollout, updates=self.updates,
             seed=self.seed, settings=settings, detect_ns=self.detect_ms * MS,
+            baseline=self.baseline,
         ).run()  # fmt: skip
 
 
@@ -161,4 +162,6 @@ def seeded_pushes(seeds: Iterable[int], schedule: type[PushSchedule] = PushSched
     for seed in seeds:
         receive = "stream" if seed % 2 else "stage"
         detect_ms = 40 if seed % 4 > 1 else 0
-        yield PushCase(drawn(counts, seed), 3, seed, receive, detect_ms, schedule)
+        yield PushCase(
+            drawn(counts, seed), seed=seed, receive=receive, detect_ms=detect_ms, schedule=schedule
+        )
