@@ -34,7 +34,7 @@ class Trainer:
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
         on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
             by ``update``; the update stays what it was, and ``last`` has its outcome.
-        routes: what is sent to which rollout ranks under ``route = "owned"``; see ``routes.owned_routes``.
+        routes: the lead's, under ``route = "owned"``: what goes to which rollout ranks; see ``routes.owned_routes``.
 
     Attributes:
         version: the last version that every member acknowledged; 0 before the first.
@@ -63,7 +63,7 @@ class Trainer:
         self.on_update = on_update
         self.fanout = Fanout(verbs, settings.tries)
         everybody = [rank for rollout in rollouts for rank in rollout.ranks]
-        self.routes = choose_routes(plan, settings.route, routes, everybody)
+        self.routes = choose_routes(plan, settings.route, routes, everybody) if self.lead else ()
         self.slots = BaselineSlots()
         self.updates = 0
         self.highest = 0
