@@ -124,7 +124,8 @@ def counted_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> 
 
 def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:
     """The protocol's half of one trainer rank."""
-    routes = deployment.routes(scenario.policy.route)
+    lead = verbs.me == deployment.trainers[0]
+    routes = deployment.routes(scenario.policy.route) if lead else None
     kind = OrderedTrainer if scenario.policy.snapshot != "none" else LiveTrainer
     return kind(
         verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario), routes=routes
