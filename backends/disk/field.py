@@ -140,7 +140,9 @@ class FieldPublisher:
         if {n: ParamMeta.of(n, t) for n, t in state.items()} != {
             n: ParamMeta.of(n, t) for n, t in self._baseline.items()
         }:
-            raise PlanMismatch("the state to publish has other tensors than the one before; start a new publisher")
+            raise PlanMismatch(
+                "the state to publish has other tensors than the one before; start a new publisher"
+            )
         blobs: dict[str, bytes] = {}
         sums: dict[str, str] = {}
         for name, tensor in state.items():

@@ -128,7 +128,9 @@ class FieldReader(CheckpointReader):
         while chain[0].encoding is not None and chain[0].base > version:
             chain.insert(0, open_field(self.store, chain[0].base))
             if chain[0].version >= chain[1].version:
-                raise PatchMismatch(f"version {chain[1].version} is based on {chain[0].version}, which is not before it")
+                raise PatchMismatch(
+                    f"version {chain[1].version} is based on {chain[0].version}, which is not before it"
+                )
         if chain[0].encoding is not None and chain[0].base != version:
             raise StaleVersion(
                 f"version {chain[0].version} is based on {chain[0].base}, the checkpoint holds {version}; a full version "
@@ -170,7 +172,11 @@ def _next(store: Store, one: FieldVersion, name: str, raw: Raw) -> Raw:
         said = zstandard.frame_content_size(blob)
         if not 0 <= said <= most:
             raise PatchMismatch(f"blob of {name!r} says {said} bytes, expected at most {most}; it is damaged")
-        body = np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint8) if said else np.empty(0, np.uint8)
+        body = (
+            np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint8)
+            if said
+            else np.empty(0, np.uint8)
+        )
     except zstandard.ZstdError as error:
         raise PatchMismatch(f"blob of {name!r} in {path!r} is damaged: {error}") from None
     if one.encoding == XOR:
@@ -182,7 +188,9 @@ def _next(store: Store, one: FieldVersion, name: str, raw: Raw) -> Raw:
         raise PatchMismatch(f"blob of {name!r} names {count} bytes in {body.size}; it is damaged")
     positions = body[4 : 4 + 4 * count].view("<u4")
     if count and int(positions.max()) >= raw.size:
-        raise PatchMismatch(f"blob of {name!r} names byte {int(positions.max())}, expected 0 to {raw.size - 1}")
+        raise PatchMismatch(
+            f"blob of {name!r} names byte {int(positions.max())}, expected 0 to {raw.size - 1}"
+        )
     new = raw.copy()
     new[positions] = body[4 + 4 * count :]
     return new

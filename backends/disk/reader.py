@@ -94,7 +94,9 @@ class Prepared:
             try:
                 self._files.rename(self._name, JOURNAL)
             except FileNotFoundError:
-                raise StaleVersion(f"what was staged for version {step.version} is gone; prepare again") from None
+                raise StaleVersion(
+                    f"what was staged for version {step.version} is gone; prepare again"
+                ) from None
             self._files.sync_folder(KEPT)
             for change in journal.changes():
                 self._checkpoint.write(change, change.new)

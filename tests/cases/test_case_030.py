@@ -23,7 +23,7 @@ from weightsync.backends.disk.shards import read_header
 from weightsync.reference.errors import PatchMismatch, StaleVersion
 from weightsync.testing.disk_states import bits_in, bits_of, metas, states
 
-STATES = states(2)
+STATES = states(4)
 DISK = Path(__import__("weightsync.backends.disk", fromlist=["x"]).__file__).parent
 Damage = Callable[[Path], None]
 
@@ -47,13 +47,15 @@ def reader(tmp_path: Path) -> CheckpointReader:
         publisher.publish(STATES[0])
         made.pull()
         publisher.publish(STATES[1])
-        publisher.publish(states(3)[2])
+        publisher.publish(states(4)[3])
     return made
 
 
 @pytest.mark.parametrize("name", ["weightsync.json", "delta-00001-of-00001.safetensors"])
 @pytest.mark.parametrize("form", ["pickle", "torch"])
-def test_a_pickle_is_refused_before_any_call(name: str, form: str, reader: CheckpointReader, tmp_path: Path) -> None:
+def test_a_pickle_is_refused_before_any_call(
+    name: str, form: str, reader: CheckpointReader, tmp_path: Path
+) -> None:
     """Fault case 030: as manifest and as payload, bare and in a .pt file."""
     trap = tmp_path / "ran"
     path = tmp_path / "out" / "weight_v000003" / name
@@ -72,8 +74,14 @@ def test_nothing_on_the_path_can_unpickle() -> None:
     found = []
     for path in DISK.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            text = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Name) else ""
-            if any(word in text for word in ("pickle", "torch.load", "np.load", "marshal", "shelve")) or text in (
+            text = (
+                ast.unparse(node)
+                if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Name)
+                else ""
+            )
+            if any(
+                word in text for word in ("pickle", "torch.load", "np.load", "marshal", "shelve")
+            ) or text in (
                 "eval",
                 "exec",
             ):
@@ -92,7 +100,9 @@ def test_a_name_that_leaves_its_folder_is_refused(name: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "a\0b", ".hidden", "sub/file", "NUL"])
-def test_an_index_cannot_name_a_file_outside_its_folder(name: str, reader: CheckpointReader, tmp_path: Path) -> None:
+def test_an_index_cannot_name_a_file_outside_its_folder(
+    name: str, reader: CheckpointReader, tmp_path: Path
+) -> None:
     """Fault case 030, its kind, in our index and in the field's."""
     path = tmp_path / "out" / "weight_v000003" / "weightsync.json"
     index = json.loads(path.read_text())
@@ -104,7 +114,9 @@ def test_an_index_cannot_name_a_file_outside_its_folder(name: str, reader: Check
     theirs.mkdir(parents=True)
     (theirs / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b.bias": name}}))
     with pytest.raises(PatchMismatch, match="file name"):
-        FieldReader(LocalStore(tmp_path / "theirs"), tmp_path / "copy").pull(1) if _copy(reader, tmp_path) else None
+        FieldReader(LocalStore(tmp_path / "theirs"), tmp_path / "copy").pull(1) if _copy(
+            reader, tmp_path
+        ) else None
 
 
 def _copy(reader: CheckpointReader, tmp_path: Path) -> bool:
@@ -132,7 +144,9 @@ def fifo(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [link_shard, link_folder, fifo])
-def test_no_link_and_no_special_file_is_followed(damage: Damage, reader: CheckpointReader, tmp_path: Path) -> None:
+def test_no_link_and_no_special_file_is_followed(
+    damage: Damage, reader: CheckpointReader, tmp_path: Path
+) -> None:
     """Fault case 030, its kind; a FIFO would wait for ever."""
     damage(tmp_path / "out" / "weight_v000003")
     with pytest.raises((PatchMismatch, StaleVersion)):
@@ -145,7 +159,9 @@ def test_a_checkpoint_that_is_a_link_is_not_written_through(tmp_path: Path, read
     name = "model-00001-of-00001.safetensors"
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / name).symlink_to(tmp_path / "checkpoint" / name)
-    (tmp_path / "linked" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b.bias": name}}))
+    (tmp_path / "linked" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"b.bias": name}})
+    )
     before = (tmp_path / "checkpoint" / name).read_bytes()
     with pytest.raises(PatchMismatch, match="link"):
         FieldReader(reader.store, tmp_path / "linked").pull(3)
@@ -170,7 +186,9 @@ def test_a_frame_cannot_ask_for_memory(tmp_path: Path, reader: CheckpointReader)
     packer = zstandard.ZstdCompressor(level=1).compressobj(size=1 << 30)
     blob = b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(1 << 10)), packer.flush()])
     file = "model-00000-of-00001.safetensors"
-    (folder / file).write_bytes(safetensors.numpy.save({"b.bias": np.frombuffer(blob, np.uint8)}, {"b.bias": "0"}))
+    (folder / file).write_bytes(
+        safetensors.numpy.save({"b.bias": np.frombuffer(blob, np.uint8)}, {"b.bias": "0"})
+    )
     metadata = {"version": "000001", "base_version": "000000", "delta_encoding": "xor"}
     index = {"metadata": metadata, "weight_map": {"b.bias": file}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

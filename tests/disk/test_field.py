@@ -27,7 +27,9 @@ SUMS = ["xxh3-128", "adler32", *(["blake3"] if find_spec("blake3") else [])]
 
 @pytest.mark.parametrize("checksum", SUMS)
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
-def test_ours_is_read_by_an_independent_reader_and_by_us(encoding: str, checksum: str, tmp_path: Path) -> None:
+def test_ours_is_read_by_an_independent_reader_and_by_us(
+    encoding: str, checksum: str, tmp_path: Path
+) -> None:
     publisher = FieldPublisher(LocalStore(tmp_path / "out"), STATES[0], encoding, checksum)
     save_file(dict(STATES[0]), tmp_path / "model.safetensors")
     theirs = bits_of(STATES[0])
@@ -57,7 +59,9 @@ def write_theirs(folder: Path, encoding: str) -> None:
         if mask.any():
             at = np.flatnonzero(mask).astype("<u4")
             count = np.array([at.size], "<u4").view(np.uint8)
-            body = fresh ^ old if encoding == "xor" else np.concatenate([count, at.view(np.uint8), fresh[mask]])
+            body = (
+                fresh ^ old if encoding == "xor" else np.concatenate([count, at.view(np.uint8), fresh[mask]])
+            )
             packed = zstandard.ZstdCompressor(level=1).compress(body.tobytes())
             blobs[name], sums[name] = np.frombuffer(packed, np.uint8), xxhash.xxh3_128_hexdigest(new)
     file = "model-00000-of-00001.safetensors"

@@ -27,6 +27,7 @@ from weightsync.backends.disk.index import FileEntry
 from weightsync.reference.errors import StaleVersion
 from weightsync.reference.params import int_view, same_bits
 from weightsync.testing.disk_states import bits_in, bits_of, metas, states
+from weightsync.testing.faulty_files import Disk, FaultyFiles
 
 STATES = states(8)
 VERSIONS = 200
@@ -101,15 +102,15 @@ def test_readers_of_one_host_apply_once(tmp_path: Path) -> None:
         step.settle()
         step.close()
     assert bits_in(readers[0].files) == bits_of(STATES[2])
-    assert [name for name in readers[0].files.list(".weightsync") if "stage" in name or name == "journal"] == []
+    assert [
+        name for name in readers[0].files.list(".weightsync") if "stage" in name or name == "journal"
+    ] == []
 
 
 @given(first=st.integers(1, 8), last=st.integers(1, 8), full=st.sets(st.integers(1, 8)))
-def test_any_jump_is_equal_to_going_step_by_step(
-    first: int, last: int, full: set[int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_jump_is_equal_to_going_step_by_step(first: int, last: int, full: set[int]) -> None:
     first, last = min(first, last), max(first, last)
-    store = LocalStore(tmp_path_factory.mktemp("out"))
+    store = LocalStore(FaultyFiles(Disk()))
     with Publisher(store, metas(STATES[0])) as publisher:
         for version, state in enumerate(STATES, 1):
             publisher.publish(state, full=version in full)
@@ -130,7 +131,13 @@ def index(version: int, base: int, nbytes: int) -> Index:
 
 
 def test_the_cheapest_chain_is_taken() -> None:
-    there = {1: index(1, 0, 100), 2: index(2, 1, 30), 3: index(3, 2, 30), 4: index(4, 0, 50), 5: index(5, 4, 1)}
+    there = {
+        1: index(1, 0, 100),
+        2: index(2, 1, 30),
+        3: index(3, 2, 30),
+        4: index(4, 0, 50),
+        5: index(5, 4, 1),
+    }
     assert [one.version for one in cheapest_chain(there, 3, 1)] == [2, 3]
     assert [one.version for one in cheapest_chain(there, 5, 1)] == [4, 5]
     assert [one.version for one in cheapest_chain(there, 3)] == [1, 2, 3]

@@ -24,7 +24,9 @@ def states(count: int = 4) -> tuple[State, ...]:
     """
     stream = torch.Generator().manual_seed(5)
     state: dict[str, Tensor] = {
-        "a.weight": torch.tensor([[0.0, -0.0, float("nan")], [1.0, float("inf"), -2.0]], dtype=torch.bfloat16),
+        "a.weight": torch.tensor(
+            [[0.0, -0.0, float("nan")], [1.0, float("inf"), -2.0]], dtype=torch.bfloat16
+        ),
         "b.bias": torch.arange(7, dtype=torch.float32),
         "c.empty": torch.empty(0, 3),
         "d.scale": torch.tensor(3, dtype=torch.uint8),
