@@ -153,6 +153,10 @@ class TransferPlan:
         """
         return self._rows[rank].get(piece, ())
 
+    def feeds(self, rank: int, tensor: int) -> Sequence[tuple[RowMap, int]]:
+        """The maps by which trainer ``rank`` tells elements of a checkpoint tensor, each with its output there."""
+        return self._feeds[rank].get(tensor, ())
+
     @cached_property
     def _rows(self) -> tuple[dict[int, tuple[OwnedRows, ...]], ...]:
         """Per rank, the pieces that it tells something of."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
+from weightsync.reference.changes import Changes, Held, Part
 from weightsync.reference.delta import changed
 from weightsync.reference.digest import OwnedDigest, combine, digest_sum, key
 from weightsync.reference.encoding import as_bytes, padded, write_section
@@ -22,58 +22,10 @@ from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.rowtables import by_output
 from weightsync.reference.snapshot import SnapshotSlots
+from weightsync.reference.squash import Trail, squash
 from weightsync.reference.steps import Step, Touched
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A whole snapshot: its slot, and the bytes that were copied."""
-
-    slot: int
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Changes:
-    """What one rank tells of the difference between two slots, in checkpoint coordinates.
-
-    Attributes:
-        slot: the slot with the new bits.
-        base: the slot compared with; None when nothing was, and every owned element counts as changed.
-        counts: changed elements per piece of the plan, owned by this rank.
-        patches: piece number -> positions relative to the piece's base, int32 (n,) ascending, and the new
-        bits.
-        nbytes: bytes of the patches.
-        digest_change: what the rank's share of the digest changes by, from ``base`` to ``slot``.
-    """
-
-    slot: int
-    base: int | None
-    counts: tuple[int, ...]
-    patches: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    nbytes: int = 0
-    digest_change: int = 0
-
-    @property
-    def nnz(self) -> int:
-        """Changed elements of this rank."""
-        return sum(self.counts)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Part:
-    """One rank's share of a gather group: uint8 (nbytes,), new memory."""
-
-    payload: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it brings to the gather."""
-        return self.payload.numel()
-
-    def copy(self) -> Part:
-        """The same part in memory of its own."""
-        return Part(self.payload.clone())
+__all__ = ["Changes", "Held", "Part", "Source"]
 
 
 class Source:
@@ -160,6 +112,21 @@ class Source:
             shares += [self._tables[one.name].of(tensors[one.name]) for one in self._maps[half:]]
             self._digests[slot] = combine(shares)
         return self._digests[slot]
+
+    def trail(self, changes: Changes) -> Trail:
+        """The positions of changes without their values, in the same memory; what ``squash`` needs of a step."""
+        return Trail({number: positions for number, (positions, _) in changes.patches.items()})
+
+    def squash(self, slot: int, trails: Sequence[Trail]) -> Step[Changes]:
+        """Every element that any of the trails names, as it is in ``slot``; at least one trail. New memory."""
+        tensors = self._slots.tensors(slot)
+        patches = squash(self.plan, self.rank, tensors, trails)
+        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits in patches.values())
+        yield Touched(nbytes, reads=(f"slot{slot}",))
+        counts = [0] * len(self.plan.pieces)
+        for number, (positions, _) in patches.items():
+            counts[number] = positions.numel()
+        return Changes(slot, None, tuple(counts), patches, nbytes)
 
     def part(self, slot: int, changes: Changes | None, group: GatherGroup) -> Step[Part]:
         """What this rank brings to the gather of ``group``: per piece a section, padded; new memory.
