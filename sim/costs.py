@@ -59,6 +59,7 @@ PRICES: Mapping[str, Price] = {
     "status": Price("none"),
     "snapshot": Price("cpu", "host.memcpy_bytes_per_s"),
     "diff": Price("cpu", "device.scan_bytes_per_s"),
+    "squash": Price("cpu", "device.encode_bytes_per_s"),
     "exchange": Price("link"),
     "gather": Price("link", "host.memcpy_bytes_per_s"),
     "merge": Price("cpu", "host.memcpy_bytes_per_s"),
