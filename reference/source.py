@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from weightsync.reference.baselines import Baseline, WholeBaseline
 from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
-from weightsync.reference.changes import Changes, Found, collect, in_pieces
+from weightsync.reference.changes import Changes, Found, Held, Part, collect, in_pieces
 from weightsync.reference.detect import Detector
 from weightsync.reference.digest import OwnedDigest, combine
 from weightsync.reference.encoding import as_bytes, padded, write_section
@@ -21,31 +22,10 @@ from weightsync.reference.params import int_view
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.squash import Feeds, Trail, squash
 from weightsync.reference.steps import Step, Touched
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A whole snapshot: its slot, and the bytes that were copied."""
-
-    slot: int
-    nbytes: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Part:
-    """One rank's share of a gather group: uint8 (nbytes,), new memory."""
-
-    payload: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it brings to the gather."""
-        return self.payload.numel()
-
-    def copy(self) -> Part:
-        """The same part in memory of its own."""
-        return Part(self.payload.clone())
+__all__ = ["Changes", "Held", "Part", "Source"]
 
 
 class Source:
@@ -149,6 +129,20 @@ class Source:
             self._digests[slot] = combine(shares)
         return self._digests[slot]
 
+    def trail(self, changes: Changes) -> Trail:
+        """The positions of changes without their values, in the same memory; what ``squash`` needs of a step."""
+        return Trail({number: patch[0] for number, patch in changes.patches.items()})
+
+    def squash(self, slot: int, trails: Sequence[Trail]) -> Step[Changes]:
+        """Every element that any of the trails names, as it is in ``slot``; at least one trail. New memory."""
+        patches = squash(self.plan, self._feeds, self.baseline.tensors(slot), trails)
+        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits, _ in patches.values())
+        yield Touched(nbytes, reads=(self.baseline.memory(slot),))
+        counts = [0] * len(self.plan.pieces)
+        for number, (positions, _, _) in patches.items():
+            counts[number] = positions.numel()
+        return Changes(slot, None, tuple(counts), patches, nbytes, None)
+
     def part(self, slot: int, changes: Changes | None, group: GatherGroup) -> Step[Part]:
         """What this rank brings to the gather of ``group``: per piece a section, padded; new memory.
 
@@ -233,6 +227,15 @@ class Source:
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
         return found == expected
+
+    @cached_property
+    def _feeds(self) -> Feeds:
+        """Per checkpoint tensor that the rank tells something of, the maps that do."""
+        feeds: dict[int, list[tuple[RowMap, int]]] = {}
+        for one in self._maps:
+            for output in one.tables.owned_outputs:
+                feeds.setdefault(one.outputs[output], []).append((one, output))
+        return feeds
 
     def _itemsize(self, piece: int) -> int:
         return self.plan.tensors[self.plan.pieces[piece].tensor].itemsize
