@@ -83,6 +83,14 @@ def without_kill(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update={"faults": scenario.faults.model_copy(update={"kill": None})})
 
 
+def optimizer_steps(scenario: Scenario, update: int) -> int:
+    """Optimizer steps before an update, from 1: with ``rl`` none before the first, which seeds the rollouts."""
+    work = scenario.workload
+    if work.kind != "rl":
+        return 1
+    return work.rl.num_iters_per_train_update if update > 1 else 0
+
+
 def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple[int, ...]:
     """Elements of each of the plan's pieces that change in ``step``, from 1, drawn at ``workload.density``.
 
@@ -124,7 +132,8 @@ def counted_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> 
 
 def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:
     """The protocol's half of one trainer rank."""
-    routes = deployment.routes(scenario.policy.route)
+    lead = verbs.me == deployment.trainers[0]
+    routes = deployment.routes(scenario.policy.route) if lead else None
     kind = OrderedTrainer if scenario.policy.snapshot != "none" else LiveTrainer
     return kind(
         verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario), routes=routes

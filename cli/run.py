@@ -29,7 +29,7 @@ from weightsync.reference.push import Pushed
 from weightsync.reference.rank import Verbs
 from weightsync.reference.source import Source
 from weightsync.reference.target import Target
-from weightsync.reference.trace import Trace
+from weightsync.reference.trace import Span, Trace
 from weightsync.sim.backend import SimCluster, SimEngine
 from weightsync.sim.costs import cost_ns
 from weightsync.sim.hardware import load_profile
@@ -210,7 +210,7 @@ async def run_inprocess(
 
 def run_sim(scenario: Scenario, scratch: Path, progress: Progress, tell: Tell = unheard) -> RunRecord:
     """All ranks on simulated time. Steps and audits happen between two simulated instants."""
-    profile, trace = load_profile(scenario.hardware), Trace()
+    profile, trace, job = load_profile(scenario.hardware), Trace(), Trace()
     limit_ns = 2 * parts.settings(scenario).patience_ns
     with SimWorld() as world:
         cluster = SimCluster(
@@ -239,7 +239,11 @@ def run_sim(scenario: Scenario, scratch: Path, progress: Progress, tell: Tell = 
             half = ranks.trainers[index]
             nbytes = sum(parts.local_bytes(row_map) for row_map in layout.trainer_maps[index].values())
             clock = cluster.clocks[str(half.verbs.me)]
-            await clock.sleep_until(clock.now_ns() + cost_ns("optimizer", nbytes, profile))
+            start, update = clock.now_ns(), ranks.steps
+            times = parts.optimizer_steps(scenario, update)
+            await clock.sleep_until(start + max(1, times) * cost_ns("optimizer", nbytes, profile))
+            if times and scenario.workload.kind == "rl":
+                job.add(Span(str(half.verbs.me), "train", "train", start, clock.now_ns(), update=update))
             return await ranks.pushes[index].join()
 
         def everywhere(program: Callable[[int], Any]) -> dict[RankId, Any]:
@@ -257,4 +261,4 @@ def run_sim(scenario: Scenario, scratch: Path, progress: Progress, tell: Tell = 
         races = [str(race) for race in cluster.ledger.races]
     guesses = "every number a guess" if len(profile.of_kind("guess")) == len(profile.quantities) else ""
     conditions = ", ".join(filter(None, (f"sim, profile {profile.name}", guesses)))
-    return ranks.record("sim", trace, races=races, conditions=conditions)
+    return ranks.record("sim", trace, races=races, conditions=conditions, job=job)

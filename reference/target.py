@@ -122,6 +122,8 @@ class Target:
         route: Literal["all", "owned"] = "all",
     ) -> None:
         self.tensors = tuple(tensors)
+        if route not in ("all", "owned"):
+            raise PlanMismatch(f"route is {route!r}, expected 'all' or 'owned'; pass that of the settings")
         owned = route == "owned"
         self.holding = Holding.of(self.tensors, maps.values()) if owned else Holding.whole(self.tensors)
         self.weights = dict(weights)

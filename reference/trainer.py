@@ -35,7 +35,7 @@ class Trainer:
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
         on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
             by ``update``; the update stays what it was, and ``last`` has its outcome.
-        routes: what is sent to which rollout ranks under ``route = "owned"``; see ``routes.owned_routes``.
+        routes: the lead's, under ``route = "owned"``: what goes to which rollout ranks; see ``routes.owned_routes``.
 
     Attributes:
         version: the last version that every member acknowledged; 0 before the first.
@@ -66,7 +66,7 @@ class Trainer:
         self.on_snapshot: Callable[[], None] = lambda: None
         self.fanout = Fanout(verbs, settings.tries)
         everybody = [rank for rollout in rollouts for rank in rollout.ranks]
-        self.routes = choose_routes(plan, settings.route, routes, everybody)
+        self.routes = choose_routes(plan, settings.route, routes, everybody) if self.lead else ()
         self.slots = BaselineSlots()
         self.updates = self.audits = self.highest = 0
         self.version = 0

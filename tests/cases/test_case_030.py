@@ -23,7 +23,7 @@ from weightsync.backends.disk.shards import read_header
 from weightsync.reference.errors import PatchMismatch, StaleVersion
 from weightsync.testing.disk_states import bits_in, bits_of, metas, states
 
-STATES = states(2)
+STATES = states(4)
 DISK = Path(__import__("weightsync.backends.disk", fromlist=["x"]).__file__).parent
 Damage = Callable[[Path], None]
 
@@ -47,7 +47,7 @@ def reader(tmp_path: Path) -> CheckpointReader:
         publisher.publish(STATES[0])
         made.pull()
         publisher.publish(STATES[1])
-        publisher.publish(states(3)[2])
+        publisher.publish(states(4)[3])
     return made
 
 

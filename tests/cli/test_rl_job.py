@@ -133,3 +133,13 @@ def test_a_batch_in_several_optimizer_steps_has_the_same_bits_on_every_backend(t
 def test_a_split_that_leaves_samples_over_is_refused_by_name() -> None:
     with pytest.raises(ScenarioError, match="num_iters_per_train_update 5 does not divide the 24 samples"):
         load("tiny-hybrid", [*SMALL, "workload.rl.num_iters_per_train_update=5"])
+
+
+def test_modelled_training_takes_longer_in_more_optimizer_steps() -> None:
+    def trained(times: int) -> int:
+        return made("sim", f"workload.rl.num_iters_per_train_update={times}", "workload.steps=2")[0][
+            "job_ns"
+        ]["train"]
+
+    one = trained(1)
+    assert [trained(times) for times in (2, 4)] == [2 * one, 4 * one]

@@ -27,6 +27,7 @@ from weightsync.backends.disk.index import FileEntry
 from weightsync.reference.errors import StaleVersion
 from weightsync.reference.params import int_view, same_bits
 from weightsync.testing.disk_states import bits_in, bits_of, metas, states
+from weightsync.testing.faulty_files import Disk, FaultyFiles
 
 STATES = states(8)
 VERSIONS = 200
@@ -107,11 +108,9 @@ def test_readers_of_one_host_apply_once(tmp_path: Path) -> None:
 
 
 @given(first=st.integers(1, 8), last=st.integers(1, 8), full=st.sets(st.integers(1, 8)))
-def test_any_jump_is_equal_to_going_step_by_step(
-    first: int, last: int, full: set[int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_jump_is_equal_to_going_step_by_step(first: int, last: int, full: set[int]) -> None:
     first, last = min(first, last), max(first, last)
-    store = LocalStore(tmp_path_factory.mktemp("out"))
+    store = LocalStore(FaultyFiles(Disk()))
     with Publisher(store, metas(STATES[0])) as publisher:
         for version, state in enumerate(STATES, 1):
             publisher.publish(state, full=version in full)
