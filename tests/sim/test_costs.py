@@ -44,7 +44,8 @@ def test_resources():
 
     assert of("link") == {"exchange", "gather", "send", "receive"}
     assert of("cpu") == {
-        "snapshot", "snapshot_on_device", "diff", "merge", "narrow", "encode", "decode", "validate", "apply", "rollback", "digest",
+        "snapshot", "snapshot_on_device", "diff", "merge", "narrow", "encode", "decode", "validate", "apply",
+        "rollback", "digest",
         "optimizer",
     }  # fmt: skip
     assert all(PRICES[verb].rate is not None for verb in of("cpu"))
