@@ -13,9 +13,9 @@ from weightsync.cli.scenario_files import load
 def committed(scenario: str, baseline: str, backend: str, *more: str) -> list[tuple[object, ...]]:
     record = run(load(scenario, [f"policy.baseline={baseline}", *more]), backend)
     assert record is not None
-    assert record.races == []
-    assert all(audit.difference is None for audit in record.audits)
-    return [(one.committed, one.full, one.digest) for one in record.ranks[0].outcomes]
+    assert not record.races
+    assert all(not audit.differences for audit in record.audits)
+    return [(one.committed, one.full, one.digest) for one in record.trainers[0].outcomes]
 
 
 @pytest.mark.parametrize("scenario", ["tiny-sync", "tiny-experts"])
