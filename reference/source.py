@@ -88,16 +88,15 @@ class Source:
             StaleVersion: a slot holds no whole snapshot.
         """
         self.baseline.tensors(slot)
-        reads = (self.baseline.memory(slot),)
         if base is None:
-            yield Touched(0, reads)
+            yield Touched(0, reads=(self.baseline.memory(slot),))
             owned = tuple(self.plan.owned(self.rank, number) for number in range(len(self.plan.pieces)))
             return Changes(slot, None, owned)
         found: Found = {}
         half = len(self._maps) // 2
         for row_map in self._maps[:half]:
             collect(row_map, self.baseline.find(row_map.name, slot, base, self._detector), found)
-        reads = tuple(dict.fromkeys((*reads, self.baseline.memory(base))))
+        reads = tuple({self.baseline.memory(slot): None, self.baseline.memory(base): None})
         yield Touched(self.baseline.scanned([one.name for one in self._maps]), reads)
         for row_map in self._maps[half:]:
             collect(row_map, self.baseline.find(row_map.name, slot, base, self._detector), found)
