@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from weightsync.backends.disk.chains import fresh_chain
 from weightsync.backends.disk.index import (
     LARGEST_INDEX,
     Index,
