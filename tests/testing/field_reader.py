@@ -5,6 +5,7 @@ It shares no code with the backend. Whole folders are read into memory, and stat
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import zlib
@@ -53,7 +54,5 @@ def _checksum(name: str, raw: bytes) -> str:
     if name == "adler32":
         return f"{zlib.adler32(raw):08x}"
     if name == "blake3":
-        from blake3 import blake3
-
-        return str(blake3(raw).hexdigest())
+        return str(importlib.import_module("blake3").blake3(raw).hexdigest())
     return xxhash.xxh3_128_hexdigest(raw)
