@@ -114,7 +114,8 @@ async def make_job(trainer: Trainer, deadline_ns: int) -> Job:
     everything = [number for number in trainer.members if trainer.behind.get(number, slot) is None]
     base = trainer.slots.acknowledged if len(everything) < len(trainer.members) else None
     failure: Exception | None = None
-    share, told = 0, [None] * (1 + len(left_at))
+    share = 0
+    told: list[Any] = [None] * (1 + len(left_at))
     try:
         trainer.slots.invalidate(slot)
         await trainer.verbs.snapshot(slot)
