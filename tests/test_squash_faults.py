@@ -20,7 +20,7 @@ def test_no_promise_is_broken_by_a_fault_where_versions_are_remembered(receive: 
 
 
 def second_faults() -> list[tuple[Fault, ...]]:
-    """A commit that one rollout never hears of, in update 2, and one more fault of some rank, in what follows."""
+    """A commit that one rollout never hears of, in update 2, and one more fault of some rank, from update 3 on."""
     counts = awaits()
     report = FaultRun().run()
     calls = [index for index, verb in enumerate(report.awaits["trainer.0"], 1) if verb == "call"]
@@ -30,7 +30,7 @@ def second_faults() -> list[tuple[Fault, ...]]:
     lost = tuple(Fault("trainer.0", commit + tried, "fail") for tried in range(3))
     found = []
     for rank, count in counts.items():
-        for index in range(count // 2, count, 9):
+        for index in range(count * 6 // 10, count, 9):
             kind = ("fail", "stall", "fail-after", "kill")[index % 4]
             if rank != "trainer.0" or index > commit + 3:
                 found.append((*lost, Fault(rank, index, kind)))  # type: ignore[arg-type]
