@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightsync.reference.baselines import WholeBaseline
 from weightsync.reference.buckets import Bucket
-from weightsync.reference.changes import Changes, Found, in_pieces
+from weightsync.reference.changes import Changes, Found, Patch, in_pieces
 from weightsync.reference.control import Message
 from weightsync.reference.decoded import Decoded
 from weightsync.reference.digest import wrap
@@ -102,7 +102,7 @@ class OffByOne(Source):
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         changes = yield from super().diff(slot, base)
-        patches = {number: (patch[0] + 1, *patch[1:]) for number, patch in changes.patches.items()}
+        patches = {n: (at + 1, new, old) for n, (at, new, old) in changes.patches.items()}
         return replace(changes, patches=patches)
 
 
@@ -114,7 +114,7 @@ class SendsWhatDidNotChange(Source):
         if base is None or self.rank or changes.nnz:
             return changes
         bits = int_view(next(iter(self.held(slot).values())))[:1].clone()
-        patches = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
+        patches: dict[int, Patch] = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
         return replace(changes, counts=(1, *changes.counts[1:]), patches=patches)
 
 
