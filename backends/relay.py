@@ -127,6 +127,11 @@ class _Sessions:
         self._version: int | None = None
         self._shares: Sequence[int] | None = None
 
+    @property
+    def fingerprint(self) -> int:
+        """That of the plan: the sessions, which hold different parts, are handed whole buckets."""
+        return self._relay.fingerprint
+
     def decode(self, bucket: Bucket) -> Step[Relayed]:
         """The trailer is read here, everything else by the sessions."""
         yield Touched(bucket.nbytes)

@@ -141,7 +141,7 @@ class ReceiverSession:
             rollout, number = self._rollout, version if update is None else update
             body = {
                 "epoch": rollout.epoch, "version": version, "base": base, "kind": kind, "update": number,
-                "group": "session", "members": [str(self.me)],
+                "lanes": [{"group": "session", "members": [str(self.me)], "holding": self.verbs.holding()}],
             }  # fmt: skip
             self._run(rollout.begin(body, self.verbs.now_ns() + rollout.settings.update_ns))
             self._last, self._share, self._proved = None, None, False

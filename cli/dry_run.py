@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from weightsync.cli import parts
 from weightsync.cli.scenario import Scenario
+from weightsync.cli.sending import Way, sending, sent
 from weightsync.cli.workload import deployment
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.plan import TransferPlan
@@ -119,12 +121,20 @@ def dry_run(scenario: Scenario, seed: int | None = None) -> DryRun:
         *(parts.piece_counts(seeded, layout, n) for n in range(2, steps + 1)),
     ]
     elements = sum(meta.numel for meta in plan.tensors)
-    updates = tuple(_update(plan, number, counts, elements) for number, counts in enumerate(every, 1))
+    ways = sending(layout, seeded.policy.route)
+    every_way = [[sent(plan, way, counts) for way in ways] for counts in every]
+    updates = tuple(
+        _update(number, counts, elements, each)
+        for number, (counts, each) in enumerate(zip(every, every_way, strict=True), 1)
+    )
+    owned = seeded.policy.route == "owned" and steps > 1
     drawn = seeded.workload.kind == "synthetic" or not seeded.values
-    exact = drawn and len(plan.pieces) == len(plan.tensors)
+    exact = drawn and len(plan.pieces) == len(plan.tensors) and (not owned or not seeded.values)
     density = f"{100 * seeded.workload.density:g} %"
     if exact:
         note = "changed elements are drawn from the seed, so a run without faults sends exactly these bytes"
+    elif drawn and owned:
+        note = "changed elements are taken to be spread evenly over what the ranks hold; deltas are estimates"
     elif drawn:
         note = "tensors of 2**31 elements and more are spread evenly over their pieces; deltas are estimates"
     else:
@@ -133,22 +143,31 @@ def dry_run(scenario: Scenario, seed: int | None = None) -> DryRun:
         )
     return DryRun(
         scenario, seeded.workload.seed, elements, len(plan.tensors), exact, note, updates,
-        _routes(layout, every, sum(update.nbytes for update in updates)),
-        _memory(seeded, layout, every, updates),
+        _routes(layout, every, ways, every_way),
+        _memory(seeded, layout, every, updates, ways, every_way),
     )  # fmt: skip
 
 
-def _update(plan: TransferPlan, number: int, counts: tuple[int, ...] | None, elements: int) -> PlannedUpdate:
+def _update(
+    number: int, counts: tuple[int, ...] | None, elements: int, each: Sequence[Sequence[int]]
+) -> PlannedUpdate:
     changed = elements if counts is None else sum(counts)
     kind = "full" if counts is None else "delta" if changed else "empty"
-    buckets = 1 + sum(len(group.buckets) for group in plan.groups(counts))
-    return PlannedUpdate(number, kind, changed, buckets, plan.update_bytes(counts))
+    return PlannedUpdate(number, kind, changed, sum(map(len, each)), sum(map(sum, each)))
 
 
-def _routes(layout: Deployment, every: list[tuple[int, ...] | None], broadcast: int) -> tuple[Route, ...]:
+def _routes(
+    layout: Deployment,
+    every: list[tuple[int, ...] | None],
+    ways: Sequence[Way],
+    every_way: Sequence[Sequence[Sequence[int]]],
+) -> tuple[Route, ...]:
     lead, *others = map(str, layout.trainers)
-    rollouts = tuple(str(rank) for ref in layout.rollouts for rank in ref.ranks)
-    routes = [Route("data", "broadcasts to", lead, rollouts, broadcast)]
+    routes = []
+    for way, per_update in zip(ways, zip(*every_way, strict=True), strict=True):
+        name = "data" if len(ways) == 1 else f"data-r{way.number}"
+        nbytes = sum(map(sum, per_update))
+        routes.append(Route(name, "broadcasts to", lead, tuple(map(str, way.ranks)), nbytes))
     if others:
         gathered = sum(sum(sizes[1:]) for counts in every for sizes in _parts(layout.plan, counts))
         routes.insert(0, Route("trainer", "gathers from", lead, tuple(others), gathered))
@@ -179,11 +198,18 @@ def _memory(
     layout: Deployment,
     every: list[tuple[int, ...] | None],
     updates: tuple[PlannedUpdate, ...],
+    ways: Sequence[Way],
+    every_way: Sequence[Sequence[Sequence[int]]],
 ) -> tuple[Memory, ...]:
     plan = layout.plan
     bucket = max(one.nbytes for counts in every for group in plan.groups(counts) for one in group.buckets)
     gathers = [sizes for counts in every for sizes in _parts(plan, counts)]
-    staged = max(update.nbytes for update in updates) if scenario.policy.receive == "stage" else bucket
+    most_of: Callable[[Sequence[int]], int] = sum if scenario.policy.receive == "stage" else max
+    staged = {
+        rank: max(map(most_of, per_update))
+        for way, per_update in zip(ways, zip(*every_way, strict=True), strict=True)
+        for rank in way.ranks
+    }
     model = sum(meta.nbytes for meta in plan.tensors)
     most = max((update.changed for update in updates if update.kind == "delta"), default=0)
     widest = max(meta.itemsize for meta in plan.tensors)
@@ -196,5 +222,5 @@ def _memory(
         for rank in ref.ranks:
             held = sum(map(parts.local_bytes, layout.rollout_maps(rank).values()))
             undo = -(-most * (8 + widest) * min(held, model) // model)
-            found.append(Memory(str(rank), held, staged=staged, undo=undo))
+            found.append(Memory(str(rank), held, staged=staged[rank], undo=undo))
     return tuple(found)

@@ -10,6 +10,7 @@ from weightsync.cli.record import RankRecord
 from weightsync.cli.rl.engine import TokenTurns
 from weightsync.cli.scenario import Scenario
 from weightsync.reference.deployment import Deployment
+from weightsync.reference.holdings import Holding
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
@@ -18,6 +19,7 @@ from weightsync.reference.rowmap import RowMap
 from weightsync.reference.seams import Engine
 from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
+from weightsync.sim.phantom import PhantomTarget
 
 MS = 1_000_000
 PATIENCE = 20
@@ -53,6 +55,7 @@ def settings(scenario: Scenario) -> ProtocolSettings:
     policy = scenario.policy
     return ProtocolSettings(
         receive=policy.receive,
+        route=policy.route,
         verify_every=policy.verify_every,
         on_rollout_loss=policy.on_rollout_loss,
         connect_ns=policy.update_ms * MS,
@@ -88,15 +91,26 @@ def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple
     return tuple(shares)
 
 
-def blank_target(deployment: Deployment, rank: RankId) -> Target:
+def blank_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> Target:
     """A rollout rank's bytes before the first update: allocated, zero."""
+    maps, route = deployment.rollout_maps(rank), scenario.policy.route
+    return Target(deployment.tensors, maps, deployment.blank(rank), deployment.aliases(rank), route)
+
+
+def counted_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> PhantomTarget:
+    """A rollout rank's bytes, counted only."""
     maps = deployment.rollout_maps(rank)
-    return Target(deployment.tensors, maps, deployment.blank(rank), deployment.aliases(rank))
+    owned = scenario.policy.route == "owned"
+    tensors = deployment.tensors
+    return PhantomTarget(maps, Holding.of(tensors, maps.values()) if owned else Holding.whole(tensors))
 
 
 def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:
     """The protocol's half of one trainer rank."""
-    return Trainer(verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario))
+    routes = deployment.routes(scenario.policy.route)
+    return Trainer(
+        verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario), routes=routes
+    )
 
 
 def rollout_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Rollout:

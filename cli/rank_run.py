@@ -249,7 +249,7 @@ class RolloutRun(RankRun):
 
     def local(self) -> Target:
         """The weights of this rank, zero before the first update."""
-        self.target = parts.blank_target(self.deployment, self.me)
+        self.target = parts.blank_target(self.scenario, self.deployment, self.me)
         # Said before its lease begins, so that whoever finds it there has been told: its mail waits meanwhile.
         self.desk.tell([self.lead], READY)
         return self.target

@@ -29,6 +29,7 @@ from weightsync.cli.scenario import Scenario
 from weightsync.cli.tables import CheckRow, VersionRow, in_order, verdict_text
 from weightsync.cli.verify import group_digests
 from weightsync.cli.workload import deployment
+from weightsync.reference.deployment import Deployment
 from weightsync.reference.metrics import exposed_ns, total_ns, update_metrics
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.watched import hex_digest
@@ -76,6 +77,7 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
         "elements": elements,
         "dense_bytes": layout.plan.update_bytes(None),
         "updates": rows,
+        "received_bytes": received_bytes(record, layout),
         "curve": record.curve,
         "phases_ns": phases_ns(record),
         "job_ns": _ordered(record.job.phase_ns()),
@@ -85,6 +87,15 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
         "checks": [asdict(row) for row in checks],
         "verdict": {"ok": all(row.ok for row in checks), "text": verdict(record, scenario.values)},
     }
+
+
+def received_bytes(record: RunRecord, layout: Deployment) -> dict[str, int]:
+    """Rollout rank -> bytes that it received over the whole run, those of updates that failed included."""
+    found = {str(rank): 0 for rollout in layout.rollouts for rank in rollout.ranks}
+    for span in record.trace.spans:
+        if span.verb == "receive" and span.rank in found:
+            found[span.rank] += span.nbytes
+    return found
 
 
 def phases_ns(record: RunRecord) -> dict[str, int]:

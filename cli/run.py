@@ -154,9 +154,8 @@ class Ranks:
 
     def _target(self, rank: RankId) -> Target | PhantomTarget:
         if self.workload is None:
-            total = sum(meta.nbytes for meta in self.deployment.tensors)
-            return PhantomTarget(self.deployment.rollout_maps(rank), total)
-        self.targets[rank] = parts.blank_target(self.deployment, rank)
+            return parts.counted_target(self.scenario, self.deployment, rank)
+        self.targets[rank] = parts.blank_target(self.scenario, self.deployment, rank)
         return self.targets[rank]
 
     def record(self, backend: str, trace: Trace, **more: Any) -> RunRecord:

@@ -196,6 +196,7 @@ class Policy(Table):
     """How an update is pushed, and what happens when it fails."""
 
     receive: Literal["stage", "stream"] = "stage"
+    route: Literal["all", "owned"] = "all"
     verify_every: int = Field(default=1, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
     on_rollout_loss: Literal["fail", "continue"] = "fail"

@@ -22,6 +22,7 @@ WIDE = 1 << 31
 """From this many elements on, a tensor's positions do not fit int32."""
 
 _WORDS_AT_ONCE = 1 << 16
+_CELLS_AT_ONCE = 1 << 14
 _SPARSE_FROM = 200  # look into differing words only where fewer than one in this many differs
 _LANES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -211,6 +212,15 @@ class UndoLog:
         if index.numel():
             self.entries.append((cells, index, cells.read(index)))
 
+    def overwrite(self, cells: Cells, index: Tensor, values: Tensor) -> None:
+        """Overwrite the bits at ``index``, each kept before it is; block by block, so that what was read is still in
+        the cache when it is written.
+        """
+        for start in range(0, index.numel(), max(1, _CELLS_AT_ONCE // cells.width)):
+            block = slice(start, start + max(1, _CELLS_AT_ONCE // cells.width))
+            self.record(cells, index[block])
+            cells.write(index[block], values[block])
+
     def steps(self) -> Step[int]:
         """Write the old bits back, last entry first, pausing half-way; returns the number of elements
         written.
@@ -244,9 +254,10 @@ def apply(patch: SparsePatch, target: Tensor, log: UndoLog | None = None) -> int
     """
     check_patch(patch, ParamMeta.of(patch.meta.name, target))
     cells, positions = Cells.of(target), patch.positions.to(torch.int64)
-    if log is not None:
-        log.record(cells, positions)
-    cells.write(positions, int_view(patch.values))
+    if log is None:
+        cells.write(positions, int_view(patch.values))
+    else:
+        log.overwrite(cells, positions, int_view(patch.values))
     return patch.nnz
 
 

@@ -16,6 +16,7 @@ from weightsync.reference.parallel import RolloutLayout, TrainerLayout, TrainerR
 from weightsync.reference.params import ParamMeta, TPAttributes
 from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
 from weightsync.reference.plan import TransferPlan
+from weightsync.reference.routes import Route, owned_routes
 from weightsync.reference.rowmap import RowMap, export, local_tensor
 from weightsync.reference.tables import Held, Tables, live_maps
 
@@ -104,6 +105,16 @@ class Deployment:
         return TransferPlan(
             self.tensors, tuple(tuple(maps.values()) for maps in self.trainer_maps), self.bucket_bytes
         )
+
+    @cached_property
+    def owned_routes(self) -> tuple[Route, ...]:
+        """The routes on which each rollout rank is sent only what it holds."""
+        ranks = (rank for rollout in self.rollouts for rank in rollout.ranks)
+        return owned_routes(self.plan, {rank: tuple(self.rollout_maps(rank).values()) for rank in ranks})
+
+    def routes(self, route: str) -> tuple[Route, ...] | None:
+        """``owned_routes`` for ``"owned"``; None, everything to everybody, for ``"all"``."""
+        return self.owned_routes if route == "owned" else None
 
     def rollout_maps(self, rank: RankId) -> dict[str, RowMap]:
         """Runtime name -> map of one rollout rank; made once, not to be changed."""

@@ -14,31 +14,66 @@ from torch import Tensor
 from weightsync.reference.buckets import Range, RangeSpec
 from weightsync.reference.encoding import Encoding, element_bytes, padded, read_section
 from weightsync.reference.errors import PlanMismatch
-from weightsync.reference.params import int_view
+from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.pieces import Piece
 from weightsync.reference.plan import GatherGroup, TransferPlan
 
 
-@dataclass(frozen=True, eq=False)
-class Joined:
-    """The joined pieces of one group.
+@dataclass(frozen=True, eq=False, slots=True)
+class Contents:
+    """What travels of one piece.
 
     Attributes:
-        pieces: the windows, in wire order.
-        contents: per piece, positions relative to its base (int32 ascending, None when dense) and bits.
+        positions: int32 (n,) ascending, relative to the piece's base; None when all its elements travel.
+        bits: integer view (n,) of the new values.
+        old: the same of the values before, where they are known; else None.
     """
 
+    positions: Tensor | None
+    bits: Tensor
+    old: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """What is to be sent of one gather group, in canonical order: of every rank, or as much as a route takes.
+
+    Attributes:
+        tensors: what the pieces' tensor numbers mean: checkpoint tensors, or slices of them.
+        group: the gather group.
+        pieces: the windows, in wire order, one per piece of the group.
+        contents: what travels of each.
+    """
+
+    tensors: tuple[ParamMeta, ...]
+    group: GatherGroup
     pieces: tuple[Piece, ...]
-    contents: tuple[tuple[Tensor | None, Tensor], ...]
+    contents: tuple[Contents, ...]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Elements per piece of the group."""
+        return tuple(one.bits.numel() for one in self.contents)
+
+    @property
+    def nnz(self) -> int:
+        """Elements in all."""
+        return sum(self.counts)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of positions and values."""
+        tensors = (each for one in self.contents for each in (one.positions, one.bits, one.old))
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def cut(self, spec: RangeSpec) -> Range:
         """The elements of one range, as views."""
         for number in self._by_tensor.get(spec.tensor, ()):
-            piece, (positions, bits) = self.pieces[number], self.contents[number]
+            piece, one = self.pieces[number], self.contents[number]
             if piece.base <= spec.base < piece.base + piece.count:
-                first = spec.first if positions is not None else spec.base - piece.base
+                first = spec.first if one.positions is not None else spec.base - piece.base
                 taken = slice(first, first + spec.count)
-                return Range(spec, None if positions is None else positions[taken], bits[taken])
+                return Range(spec, None if one.positions is None else one.positions[taken], one.bits[taken])
         raise PlanMismatch(f"{spec} is in no piece of the gathered group; encode the group that was gathered")
 
     @cached_property
@@ -70,13 +105,14 @@ def join_parts(
                 f"{expected} bytes of torch.uint8; exchange the counts of this update"
             )
     offsets = [0] * len(parts)
-    contents: list[tuple[Tensor | None, Tensor]] = []
+    contents: list[Contents] = []
     for number, dense in zip(group.pieces, group.dense, strict=True):
         if dense:
-            contents.append((None, _join_dense(plan, number, parts, offsets)))
+            contents.append(Contents(None, _join_dense(plan, number, parts, offsets)))
         else:
             contents.append(_join_sparse(plan, number, parts, offsets, [row[number] for row in matrix]))
-    return Joined(tuple(plan.pieces[number] for number in group.pieces), tuple(contents))
+    pieces = tuple(plan.pieces[number] for number in group.pieces)
+    return Joined(plan.tensors, group, pieces, tuple(contents))
 
 
 def _join_dense(plan: TransferPlan, number: int, parts: Sequence[Tensor], offsets: list[int]) -> Tensor:
@@ -95,7 +131,7 @@ def _join_dense(plan: TransferPlan, number: int, parts: Sequence[Tensor], offset
 
 def _join_sparse(
     plan: TransferPlan, number: int, parts: Sequence[Tensor], offsets: list[int], counts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+) -> Contents:
     meta = plan.tensors[plan.pieces[number].tensor]
     all_positions: list[Tensor] = []
     all_bits: list[Tensor] = []
@@ -117,7 +153,7 @@ def _join_sparse(
                 f"element {twice} of tensor {meta.name!r} is told by two trainer ranks, expected one; "
                 "correct the layout table or the attributes"
             )
-    return positions, bits
+    return Contents(positions, bits)
 
 
 def _ascending(positions: Tensor) -> bool:

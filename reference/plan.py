@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import xxhash
 
 from weightsync.reference.buckets import (
     END_BYTES,
@@ -20,9 +19,10 @@ from weightsync.reference.buckets import (
     BucketSpec,
     RangeSpec,
 )
-from weightsync.reference.digest import dtype_name, wrap
-from weightsync.reference.encoding import ALIGNMENT, POSITION_BYTES, Encoding, cheapest, element_bytes, padded
+from weightsync.reference.cuts import cut_buckets
+from weightsync.reference.encoding import POSITION_BYTES, Encoding, cheapest, padded
 from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.holdings import fingerprint
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.pieces import OwnedRows, Piece, cut_pieces, owned_rows, told
 from weightsync.reference.rowmap import RowMap
@@ -88,8 +88,7 @@ class TransferPlan:
         """Signed xxh3-64 over names, dtypes and shapes, in order; equal where both sides mean the same
         tensors.
         """
-        lines = (f"{m.name}\0{dtype_name(m.dtype)}\0{','.join(map(str, m.shape))}\n" for m in self.tensors)
-        return wrap(xxhash.xxh3_64_intdigest("".join(lines).encode()))
+        return fingerprint(self.tensors)
 
     def tensor_counts(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Changed elements per checkpoint tensor, from those per piece."""
@@ -263,24 +262,4 @@ class TransferPlan:
         dense = tuple(one.encoding is Encoding.DENSE for one in ranges)
         if nbytes <= self.bucket_bytes:
             return GatherGroup(tuple(numbers), dense, (BucketSpec(tuple(ranges), nbytes),))
-        buckets: list[BucketSpec] = []
-        filling: list[RangeSpec] = []
-        used = HEADER_BYTES
-        for one in ranges:
-            size = element_bytes(one.encoding, self.tensors[one.tensor].itemsize)
-            done = 0
-            while done < one.count:
-                room = max(0, self.bucket_bytes - used - TABLE_ENTRY_BYTES) // ALIGNMENT * ALIGNMENT
-                count = min(room // size, one.count - done)
-                if count == 0 and filling:
-                    buckets.append(BucketSpec.of(filling, self.tensors))
-                    filling, used = [], HEADER_BYTES
-                    continue
-                count = max(count, 1)
-                sparse = one.encoding is not Encoding.DENSE
-                base, first = (one.base, done) if sparse else (one.base + done, 0)
-                filling.append(RangeSpec(one.tensor, one.encoding, base, count, first))
-                used += TABLE_ENTRY_BYTES + padded(count * size)
-                done += count
-        buckets.append(BucketSpec.of(filling, self.tensors))
-        return GatherGroup(tuple(numbers), dense, tuple(buckets))
+        return GatherGroup(tuple(numbers), dense, cut_buckets(ranges, self.tensors, self.bucket_bytes))

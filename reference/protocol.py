@@ -22,6 +22,8 @@ class ProtocolSettings:
     Attributes:
         receive: ``"stage"``: buckets are received while generating, the pause is the apply only, and there must be
             room for one update; ``"stream"``: generation is paused for the whole update.
+        route: ``"all"``: every rollout rank is sent the whole update; ``"owned"``: only what it holds, for which the
+            lead's ``Trainer`` needs its routes and a rollout's ``Target`` the same word.
         verify_every: compare full digests every this many updates; 0 never.
         on_rollout_loss: ``"fail"``: a lost rollout ends the run, named; ``"continue"``: the others go on.
         connect_ns: deadline of connecting, from its start.
@@ -34,6 +36,7 @@ class ProtocolSettings:
     """
 
     receive: Literal["stage", "stream"] = "stage"
+    route: Literal["all", "owned"] = "all"
     verify_every: int = 1
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     connect_ns: int = 10_000_000_000

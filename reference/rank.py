@@ -13,6 +13,7 @@ from weightsync.reference.clock import Clock, Task
 from weightsync.reference.control import INQUIRE, Control, Request
 from weightsync.reference.errors import DeadlineExceeded
 from weightsync.reference.members import Group, RankId
+from weightsync.reference.phases import PHASES
 from weightsync.reference.seams import Engine, Fabric, Hooks
 from weightsync.reference.steps import Step, run
 from weightsync.reference.trace import Span, Trace
@@ -21,18 +22,6 @@ from weightsync.reference.verdict import Verdict, Vote
 __all__ = ["PHASES", "Engine", "Fabric", "Hooks", "Verbs"]
 
 T = TypeVar("T")
-
-PHASES = {
-    "connect": "connect", "disconnect": "connect",
-    "call": "control", "post": "control", "reply": "control", "agree": "control", "serve": "idle",
-    "spawn": "control", "join": "wait", "until_found": "wait", "cancel": "control",
-    "pause": "pause_flush", "resume": "continue",
-    "snapshot": "snapshot", "diff": "diff", "exchange": "tp_gather", "gather": "tp_gather",
-    "encode": "encode", "decode": "decode", "send": "broadcast", "receive": "broadcast",
-    "validate": "validate", "apply": "apply", "digest": "digest", "compare_digests": "digest",
-    "commit": "commit", "rollback": "rollback",
-}  # fmt: skip
-"""The phase under which each verb's spans are summed."""
 
 
 class Verbs:
@@ -244,12 +233,20 @@ class Verbs:
 
         return await self.verb("gather", effect, sum(sizes))
 
-    async def encode(
-        self, parts: Sequence[Any], rows: Any, spec: Any, matrix: Sequence[Sequence[int]], head: Any
-    ) -> Any:
-        """One bucket of ``rows`` as ``spec`` cuts it, from all ranks' parts. Sender; the bucket is the caller's."""
+    async def merge(self, parts: Sequence[Any], rows: Any, matrix: Sequence[Sequence[int]]) -> Any:
+        """Handle to all ranks' parts of ``rows`` as one, in canonical order; it shares their memory. Sender."""
         return await self._local(
-            "encode", lambda: self.local.encode(parts, rows, spec, matrix, head), lambda bucket: bucket.nbytes
+            "merge", lambda: self.local.merge(parts, rows, matrix), lambda merged: merged.nbytes
+        )
+
+    async def narrow(self, merged: Any, route: Any) -> Any:
+        """Handle to as much of a merged group as ``route`` takes; it may share memory with ``merged``. Sender."""
+        return await self._local("narrow", lambda: self.local.narrow(merged, route), lambda part: part.nbytes)
+
+    async def encode(self, contents: Any, spec: Any, head: Any) -> Any:
+        """One bucket of merged or narrowed ``contents`` as ``spec`` cuts it. Sender; the bucket is the caller's."""
+        return await self._local(
+            "encode", lambda: self.local.encode(contents, spec, head), lambda bucket: bucket.nbytes
         )
 
     async def send(self, group: Group, bucket: Any, deadline_ns: int) -> None:
@@ -257,6 +254,10 @@ class Verbs:
         await self.verb("send", lambda: self.fabric.send(group, bucket, deadline_ns), bucket.nbytes)
 
     # ---- rollout: from buckets to weights --------------------------------------------------------------------
+
+    def holding(self) -> int:
+        """Fingerprint of what this rank's bytes take of every checkpoint tensor. Rollout; not an await."""
+        return int(self.local.fingerprint)
 
     async def receive(self, group: Group, deadline_ns: int) -> Any:
         """The next bucket of the group; its memory is the caller's. Rollout."""

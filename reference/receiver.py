@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from weightsync.reference.clock import Task
-from weightsync.reference.errors import PatchMismatch, StaleVersion, UpdateAborted
+from weightsync.reference.errors import PatchMismatch, PlanMismatch, StaleVersion, UpdateAborted
 from weightsync.reference.events import ROLLOUT, log_of
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId
@@ -92,10 +92,10 @@ class Receiver:
                 f"a delta on version {base} does not fit {self.verbs.me}, which holds {self.version} "
                 f"({self.dirty or 'clean'}); send a full update"
             )
+        group = self.lane(body["lanes"])
         self.verbs.update = body["update"]
         await self.end_update(f"version {version} began")
         self.highest = version
-        group = Group(body["group"], self.epoch, tuple(RankId.parse(name) for name in body["members"]))
         self.update = Receiving(version, base, kind, group, deadline_ns, deadline_ns + self.settings.lease_ns)
         if self.settings.receive == "stream":
             try:
@@ -105,6 +105,18 @@ class Receiver:
                 raise
             self.mark(self.update)
         return self.update
+
+    def lane(self, lanes: Sequence[Mapping[str, Any]]) -> Group:
+        """The group over which this rank is sent what it holds; PlanMismatch when that is something else."""
+        me, takes = str(self.verbs.me), self.verbs.holding()
+        found = next((lane for lane in lanes if me in lane["members"]), None)
+        if found is None or found["holding"] != takes:
+            sends = "nothing" if found is None else f"slices with fingerprint {found['holding']}"
+            raise PlanMismatch(
+                f"the trainer sends {sends} to {me}, which takes {takes}; give both sides the same layout and the "
+                "same policy.route"
+            )
+        return Group(found["group"], self.epoch, tuple(map(RankId.parse, found["members"])))
 
     async def receive(self, update: Receiving) -> None:
         """Take in every bucket of an update until its trailer."""

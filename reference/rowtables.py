@@ -23,6 +23,7 @@ class RowTables:
     owned: Tensor
     full_widths: tuple[int, ...]
     column: int
+    width: int
 
     @cached_property
     def told(self) -> Tensor:
@@ -65,6 +66,23 @@ class RowTables:
             table[rows] = local
             tables.append(table)
         return tuple(tables)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
+        """Per output, held elements that lie side by side in it and in the local tensor: per run its first flat
+        position in the output, ascending, its length, and its first flat local position; int64 (runs,) each.
+        """
+        return tuple(map(self._runs, self.inverse, self.full_widths))
+
+    def _runs(self, inverse: Tensor, full_width: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = (inverse >= 0).nonzero().reshape(-1)
+        local = inverse[rows]
+        opens = torch.ones_like(rows, dtype=torch.bool)
+        if self.width == full_width:
+            opens[1:] = (rows[1:] != rows[:-1] + 1) | (local[1:] != local[:-1] + 1)
+        first = opens.nonzero().reshape(-1)
+        sizes = torch.diff(first, append=torch.tensor([rows.numel()]))
+        return rows[first] * full_width + self.column, sizes * self.width, local[first] * self.width
 
     @cached_property
     def owned_starts(self) -> tuple[tuple[Tensor, Tensor | None], ...]:

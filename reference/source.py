@@ -14,9 +14,11 @@ from weightsync.reference.digest import OwnedDigest, combine, digest_sum, key
 from weightsync.reference.encoding import as_bytes, padded, write_section
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
+from weightsync.reference.narrowing import narrow
 from weightsync.reference.params import int_view
 from weightsync.reference.pieces import Piece
 from weightsync.reference.plan import GatherGroup, TransferPlan
+from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.rowtables import by_output
 from weightsync.reference.snapshot import SnapshotSlots
@@ -99,7 +101,6 @@ class Source:
         self._tables = {row_map.name: OwnedDigest(row_map, plan.tensors) for row_map in self._maps}
         self._digests: dict[int, int] = {}
         self._steps: dict[int, tuple[int, int]] = {}
-        self._joined: tuple[GatherGroup, tuple[Tensor, ...], Joined] | None = None
 
     def snapshot(self, slot: int) -> Step[Held]:
         """A copy of the live parameters in ``slot``, bit-exact unless the plan casts, attributes carried.
@@ -199,33 +200,41 @@ class Source:
             job()
         return Part(payload)
 
-    def encode(
-        self,
-        parts: Sequence[Part | Tensor],
-        group: GatherGroup,
-        spec: BucketSpec,
-        matrix: Sequence[Sequence[int]],
-        heading: Heading,
-    ) -> Step[Bucket]:
-        """One bucket of a group, from all ranks' parts, in canonical order; new memory. Sender.
+    def merge(
+        self, parts: Sequence[Part | Tensor], group: GatherGroup, matrix: Sequence[Sequence[int]]
+    ) -> Step[Joined]:
+        """All ranks' parts of a group as one, in canonical order and in checkpoint coordinates. Sender.
 
         Args:
-            parts: one per trainer rank; not to be overwritten until the group's last bucket is encoded.
+            parts: one per trainer rank; not to be overwritten while what comes back is in use.
             group: the group that was gathered.
-            spec: one of its buckets.
             matrix: [rank][piece], the counts that all ranks exchanged.
-            heading: kind, versions, epoch and sequence of the bucket.
+
+        Raises:
+            PlanMismatch: parts and counts do not fit, or two ranks tell one element.
         """
         payloads = tuple(part.payload if isinstance(part, Part) else part for part in parts)
-        known = self._joined
-        if known is None or known[0] is not group or not _same_objects(known[1], payloads):
-            known = (group, payloads, join_parts(self.plan, group, payloads, matrix))
-            self._joined = known
+        yield Touched(sum(payload.numel() for payload in payloads))
+        return join_parts(self.plan, group, payloads, matrix)
+
+    def narrow(self, joined: Joined, route: Route) -> Step[Joined]:
+        """As much of a merged group as a route takes, in the coordinates of its slices. Sender.
+
+        It may share memory with ``joined``.
+        """
+        yield Touched(joined.nbytes)
+        return narrow(joined, route.holding, route.pieces)
+
+    def encode(self, joined: Joined, spec: BucketSpec, heading: Heading) -> Step[Bucket]:
+        """One bucket of what ``merge`` or ``narrow`` gave; new memory. Sender.
+
+        Args:
+            joined: what is to be sent of a group.
+            spec: how one bucket of it is cut: see ``Route.cuts``.
+            heading: kind, versions, epoch and sequence of the bucket.
+        """
         yield Touched(spec.nbytes)
-        bucket = pack_bucket(heading, [known[2].cut(one) for one in spec.ranges], self.plan.tensors)
-        if spec is group.buckets[-1]:
-            self._joined = None
-        return bucket
+        return pack_bucket(heading, [joined.cut(one) for one in spec.ranges], joined.tensors)
 
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
@@ -294,10 +303,6 @@ def _reader(read: Callable[[Tensor], Tensor], tensor: Tensor, out: Tensor) -> Ca
 
 def _writer(out: Tensor, positions: Tensor, bits: Tensor) -> Callable[[], None]:
     return lambda: write_section(out, positions, bits)
-
-
-def _same_objects(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
 def _check_param(row_map: RowMap, params: Mapping[str, Tensor]) -> None:

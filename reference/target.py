@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range,
 from weightsync.reference.delta import Cells, UndoLog
 from weightsync.reference.digest import OwnedDigest, combine
 from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.holdings import Holding, Narrowed
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.progress import Progress
 from weightsync.reference.rowmap import RowMap
@@ -59,7 +61,7 @@ class Holder:
     Attributes:
         name: runtime name.
         row_map: its map.
-        output: index of the checkpoint tensor in the map's outputs.
+        output: index of the checkpoint tensor, or of the slice of it that buckets name, in the map's outputs.
         weight: the live tensor, written in place.
     """
 
@@ -80,8 +82,11 @@ class _Write:
     index: Tensor
     values: Tensor
 
-    def do(self, taken: slice) -> None:
-        self.cells.write(self.index[taken], self.values[taken])
+    def do(self, taken: slice, log: UndoLog | None) -> None:
+        if log is None:
+            self.cells.write(self.index[taken], self.values[taken])
+        else:
+            log.overwrite(self.cells, self.index[taken], self.values[taken])
 
 
 class Target:
@@ -93,6 +98,11 @@ class Target:
         weights: runtime name -> live tensor, of any strides; written in place, never replaced.
         aliases: tied runtime name -> the name it is tied to. Tied names that share storage are written once;
             one with a storage of its own is written as well, and counts in the digest when it differs.
+        route: "all": buckets name every element of the checkpoint; "owned": only what this rank holds, in the
+            coordinates of ``holding``. The digest is in checkpoint coordinates either way.
+
+    Attributes:
+        holding: what buckets name.
 
     Raises:
         PlanMismatch: a weight is missing, has another dtype or shape than its map, or an alias is tied to
@@ -105,14 +115,18 @@ class Target:
         maps: Mapping[str, RowMap],
         weights: Mapping[str, Tensor],
         aliases: Mapping[str, str] | None = None,
+        route: Literal["all", "owned"] = "all",
     ) -> None:
         self.tensors = tuple(tensors)
+        owned = route == "owned"
+        self.holding = Holding.of(self.tensors, maps.values()) if owned else Holding.whole(self.tensors)
         self.weights = dict(weights)
         self._holders: dict[int, list[Holder]] = {}
         self._digested: list[tuple[OwnedDigest, Tensor]] = []
         self._copies: list[tuple[OwnedDigest, Tensor, Tensor]] = []
         self._log = UndoLog()
-        self._progress = Progress(self.tensors)
+        self._progress = Progress(self.holding.tensors)
+        self._narrow = Narrowed(self.holding)
         aliases = dict(aliases or {})
         seen: set[tuple[int, int]] = set()
         for name, row_map in maps.items():
@@ -142,7 +156,7 @@ class Target:
             return Decoded(bucket.header, bucket.nbytes, end=read_end(bucket))
         if bucket.header.kind == ABORT:
             return Decoded(bucket.header, bucket.nbytes, aborted=read_abort(bucket))
-        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.tensors)))
+        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.holding.tensors)))
 
     def validate(self, decoded: Decoded, *, version: int, base: int, epoch: int, sequence: int) -> Step[None]:
         """Return if the bucket is the expected next one and everything in it fits; nothing is written.
@@ -175,7 +189,7 @@ class Target:
     def apply(self, decoded: Decoded, undo: bool) -> Step[int]:
         """Write this rank's elements of a validated bucket in place; returns the bytes written, O(changed).
 
-        With ``undo`` the old bits are kept before the first write, until ``commit``; a step abandoned at its
+        With ``undo`` the old bits are kept, each before it is overwritten, until ``commit``; a step abandoned at its
         pause can be rolled back. Applying the same bucket again is harmless.
 
         Raises:
@@ -184,15 +198,12 @@ class Target:
         if not decoded.validated:
             raise PlanMismatch("bucket was not validated, expected that before any write; validate it first")
         writes = [write for one in decoded.ranges for write in self._writes(one)]
-        if undo:
-            for write in writes:
-                self._log.record(write.cells, write.index)
-        nbytes = sum(write.values.nbytes for write in writes)
+        nbytes, log = sum(write.values.nbytes for write in writes), self._log if undo else None
         for write in writes:
-            write.do(slice(0, write.index.numel() // 2))
+            write.do(slice(0, write.index.numel() // 2), log)
         yield Touched(nbytes, writes=(WEIGHTS,))
         for write in writes:
-            write.do(slice(write.index.numel() // 2, None))
+            write.do(slice(write.index.numel() // 2, None), log)
         return nbytes
 
     def rollback(self) -> Step[int]:
@@ -228,6 +239,11 @@ class Target:
         return {name: int_view(weight).clone() for name, weight in self.weights.items()}
 
     @property
+    def fingerprint(self) -> int:
+        """Of what buckets name: see ``Holding.fingerprint``."""
+        return self.holding.fingerprint
+
+    @property
     def undo_bytes(self) -> int:
         """Bytes that the undo log holds now."""
         return self._log.nbytes
@@ -246,7 +262,8 @@ class Target:
             return False
         seen.add(storage)
         for output, number in enumerate(row_map.outputs):
-            self._holders.setdefault(number, []).append(Holder(name, row_map, output, weight))
+            narrow, index = self._narrow.map(row_map, output)
+            self._holders.setdefault(number, []).append(Holder(name, narrow, index, weight))
         return True
 
     def _writes(self, one: Range) -> list[_Write]:
@@ -254,15 +271,14 @@ class Target:
         writes: list[_Write] = []
         for holder in self._holders.get(one.spec.tensor, ()):
             if one.positions is not None:
-                flat = one.positions.to(torch.int64) + one.spec.base
-                writes.append(_by_position(holder, flat, one.bits))
+                writes.append(_by_position(holder, one.positions, one.spec.base, one.bits))
             else:
                 writes += _dense_writes(holder, one.spec.base, one.bits)
         return [write for write in writes if write.index.numel()]
 
 
-def _by_position(holder: Holder, flat: Tensor, bits: Tensor) -> _Write:
-    held, local = holder.row_map.to_local(holder.output, flat)
+def _by_position(holder: Holder, positions: Tensor, base: int, bits: Tensor) -> _Write:
+    held, local = holder.row_map.locate(holder.output, positions, base)
     return _Write(Cells.of(holder.weight), local, bits if local.numel() == bits.numel() else bits[held])
 
 
@@ -273,7 +289,7 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
     end = base + bits.numel()
     first, last = -(-base // full_width), end // full_width
     if first >= last or row_map.width == 0:
-        return [_by_position(holder, torch.arange(base, end), bits)]
+        return [_by_position(holder, torch.arange(bits.numel()), base, bits)]
     head, tail = first * full_width - base, last * full_width - base
     local, rows = holder.rows
     low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
@@ -283,5 +299,5 @@ def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
     writes = [_Write(cells, local[low:high], values if row_map.width > 1 else values.reshape(-1))]
     for start, stop in ((0, head), (tail, bits.numel())):
         if stop > start:
-            writes.append(_by_position(holder, torch.arange(base + start, base + stop), bits[start:stop]))
+            writes.append(_by_position(holder, torch.arange(stop - start), base + start, bits[start:stop]))
     return writes

@@ -14,6 +14,7 @@ from weightsync.reference.metrics import OnUpdate
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import DELTA, Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
+from weightsync.reference.routes import Route, choose_routes
 from weightsync.reference.snapshot import BaselineSlots
 from weightsync.reference.status import TrainerStatus, ask
 from weightsync.reference.transmit import Job, make_job, streams, transmit
@@ -33,6 +34,7 @@ class Trainer:
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
         on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
             by ``update``; the update stays what it was, and ``last`` has its outcome.
+        routes: what is sent to which rollout ranks under ``route = "owned"``; see ``routes.owned_routes``.
 
     Attributes:
         version: the last version that every member acknowledged; 0 before the first.
@@ -50,6 +52,7 @@ class Trainer:
         settings: ProtocolSettings,
         on_version: Callable[[int, int], None] | None = None,
         on_update: OnUpdate | None = None,
+        routes: Sequence[Route] | None = None,
     ) -> None:
         self.verbs = verbs
         self.plan = plan
@@ -59,6 +62,8 @@ class Trainer:
         self.on_version = on_version
         self.on_update = on_update
         self.fanout = Fanout(verbs, settings.tries)
+        everybody = [rank for rollout in rollouts for rank in rollout.ranks]
+        self.routes = choose_routes(plan, settings.route, routes, everybody)
         self.slots = BaselineSlots()
         self.updates = 0
         self.highest = 0
@@ -251,8 +256,7 @@ class Trainer:
         for stream in job.streams:
             body = {
                 "epoch": self.epoch, "version": job.version, "base": job.base_version if stream.kind == DELTA else 0,
-                "kind": stream.kind, "group": stream.group.name, "members": [str(m) for m in stream.group.members],
-                "update": self.updates,
+                "kind": stream.kind, "lanes": [lane.told() for lane in stream.lanes], "update": self.updates,
             }  # fmt: skip
             for number in stream.rollouts:
                 tasks.append(self.fanout.ask(self.rollouts[number].leader, "start", body, deadline_ns))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,18 +12,33 @@ from weightsync.reference.digest import wrap
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import Group
 from weightsync.reference.protocol import DELTA, FULL, Outcome
+from weightsync.reference.routes import Route
 
 if TYPE_CHECKING:
     from weightsync.reference.trainer import Trainer
 
 
 @dataclass
+class Lane:
+    """One route's part of a stream: its group, lead first, and the bytes of each bucket sent over it."""
+
+    route: Route
+    group: Group
+    sent: list[int] = field(default_factory=list)
+
+    def told(self) -> Mapping[str, Any]:
+        """What its ranks are told of it: JSON-able."""
+        members = [str(member) for member in self.group.members]
+        return {"group": self.group.name, "members": members, "holding": self.route.holding.fingerprint}
+
+
+@dataclass
 class Stream:
-    """One way an update travels: ``kind`` full or delta, over ``group``, to ``rollouts``."""
+    """One way an update travels: ``kind`` full or delta, to ``rollouts``, whose ranks are shared out over ``lanes``."""
 
     kind: str
     rollouts: tuple[int, ...]
-    group: Group
+    lanes: tuple[Lane, ...]
 
 
 @dataclass
@@ -87,41 +103,49 @@ def streams(trainer: Trainer) -> list[Stream]:
     current = tuple(number for number in trainer.members if number not in trainer.behind)
     found = []
     for kind, numbers in ((FULL, trainer.behind), (DELTA, current)):
-        ranks = [rank for number in numbers for rank in trainer.rollouts[number].ranks]
-        group = trainer.group("data-" + "-".join(map(str, numbers)), (trainer.ranks[0], *ranks))
         if numbers:
-            found.append(Stream(kind, numbers, group))
+            found.append(Stream(kind, numbers, _lanes(trainer, numbers)))
     return found
 
 
+def _lanes(trainer: Trainer, numbers: Sequence[int]) -> tuple[Lane, ...]:
+    """One per route that reaches ranks of these rollouts; what goes to all of them has the stream's plain name."""
+    name = "data-" + "-".join(map(str, numbers))
+    taking_part = {rank for number in numbers for rank in trainer.rollouts[number].ranks}
+    lanes = []
+    for route in trainer.routes:
+        ranks = tuple(rank for rank in route.ranks if rank in taking_part)
+        if ranks:
+            route_name = name if len(trainer.routes) == 1 else f"{name}-r{route.number}"
+            lanes.append(Lane(route, trainer.group(route_name, (trainer.ranks[0], *ranks))))
+    return tuple(lanes)
+
+
 async def transmit(trainer: Trainer, job: Job, deadline_ns: int) -> None:
-    """Every rank brings its parts to the lead, which encodes and sends them, stream by stream, trailer last."""
+    """Every rank brings its parts to the lead, which encodes and sends them, stream by stream, trailers last."""
     for stream in job.streams:
-        if trainer.lead:
-            await trainer.open_group(stream.group, deadline_ns)
+        for lane in stream.lanes if trainer.lead else ():
+            await trainer.open_group(lane.group, deadline_ns)
         base = job.base_version if stream.kind == DELTA else NO_BASE
         heading = Heading(stream.kind, trainer.epoch, base, job.version or 0)
-        sent: list[int] = []
         try:
-            await _buckets(trainer, job, stream, heading, sent, deadline_ns)
+            await _buckets(trainer, job, stream, heading, deadline_ns)
         except Exception as error:
-            if trainer.lead:
+            for lane in stream.lanes if trainer.lead else ():
                 # In-band, so that receivers need not wait for their deadline; the control plane says it as well.
-                abort = abort_bucket(heading.at(len(sent)), f"{type(error).__name__}: {error}")
-                send = partial(trainer.verbs.send, stream.group, abort, deadline_ns)
+                abort = abort_bucket(heading.at(len(lane.sent)), f"{type(error).__name__}: {error}")
+                send = partial(trainer.verbs.send, lane.group, abort, deadline_ns)
                 await trainer.fanout.quietly(send, tries=1)
             raise
-        if trainer.lead:
-            moved = sum(sent)
-            trailer = end_bucket(heading.at(len(sent)), job.digest, len(sent), moved)
-            await trainer.verbs.send(stream.group, trailer, deadline_ns)
-            job.nbytes[stream.kind] = moved + trailer.nbytes
+        for lane in stream.lanes if trainer.lead else ():
+            moved = sum(lane.sent)
+            trailer = end_bucket(heading.at(len(lane.sent)), job.digest, len(lane.sent), moved)
+            await trainer.verbs.send(lane.group, trailer, deadline_ns)
+            job.nbytes[stream.kind] += moved + trailer.nbytes
 
 
-async def _buckets(
-    trainer: Trainer, job: Job, stream: Stream, heading: Heading, sent: list[int], deadline_ns: int
-) -> None:
-    """Gather and send every bucket of one stream, noting what was sent."""
+async def _buckets(trainer: Trainer, job: Job, stream: Stream, heading: Heading, deadline_ns: int) -> None:
+    """Gather every group of one stream, and send each lane its buckets of it, noting what was sent."""
     trainers = trainer.group("trainer", trainer.ranks)
     counts, changes = (None, None) if stream.kind == FULL else (job.counts, job.changes)
     for rows in trainer.plan.groups(counts):
@@ -129,7 +153,11 @@ async def _buckets(
         parts = await trainer.verbs.gather(trainers, rows, job.slot, changes, sizes, deadline_ns)
         if parts is None:
             continue
-        for spec in rows.buckets:
-            bucket = await trainer.verbs.encode(parts, rows, spec, job.matrix, heading.at(len(sent)))
-            await trainer.verbs.send(stream.group, bucket, deadline_ns)
-            sent.append(bucket.nbytes)
+        merged = await trainer.verbs.merge(parts, rows, job.matrix)
+        for lane in stream.lanes:
+            whole = lane.route.is_whole
+            contents = merged if whole else await trainer.verbs.narrow(merged, lane.route)
+            for spec in lane.route.cuts(rows, contents.counts):
+                bucket = await trainer.verbs.encode(contents, spec, heading.at(len(lane.sent)))
+                await trainer.verbs.send(lane.group, bucket, deadline_ns)
+                lane.sent.append(bucket.nbytes)

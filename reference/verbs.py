@@ -2,7 +2,8 @@
 
 ``rank.Verbs`` implements both; a test checks that the signatures agree. A verb does one thing and decides
 nothing; the protocol decides everything and touches no byte. What travels between verbs are handles: a
-``bucket``, ``decoded`` and ``part`` know their ``nbytes``; ``changes`` also its ``nnz`` and ``counts``.
+``bucket``, ``decoded`` and ``part`` know their ``nbytes``; ``changes``, and what ``merge`` and ``narrow`` give, also
+their ``nnz`` and ``counts``.
 
 For every verb:
 
@@ -145,13 +146,24 @@ class TrainerVerbs(CommonVerbs, Protocol):
         Raises PlanMismatch when a part is not of its announced size; DeadlineExceeded, GroupBroken.
         """
 
-    async def encode(
-        self, parts: Sequence[Any], rows: Any, spec: Any, matrix: Sequence[Sequence[int]], head: Any
-    ) -> Any:
-        """[encode] One bucket as ``spec`` cuts it, in new memory; ``matrix`` is the exchanged counts.
+    async def merge(self, parts: Sequence[Any], rows: Any, matrix: Sequence[Sequence[int]]) -> Any:
+        """[encode] Handle to all parts of a row group as one, in canonical order and in checkpoint coordinates.
 
-        ``parts`` must stay as they are until the last bucket of ``rows`` is encoded. Raises PlanMismatch when
-        parts and counts do not fit, or two ranks tell one element.
+        It shares the parts' memory, which must stay as it is while the handle is in use. ``counts`` are its elements
+        per piece of ``rows``; ``matrix`` is the exchanged counts. Raises PlanMismatch when parts and counts do not
+        fit, or two ranks tell one element.
+        """
+
+    async def narrow(self, merged: Any, route: Any) -> Any:
+        """[encode] Handle to as much of a merged row group as the ranks of ``route`` hold, in slice coordinates.
+
+        Its ``counts`` decide the cuts. It may share memory with ``merged``, which stays as it is.
+        """
+
+    async def encode(self, contents: Any, spec: Any, head: Any) -> Any:
+        """[encode] One bucket, as ``spec`` cuts it, of what ``merge`` or ``narrow`` gave; in new memory.
+
+        ``spec.nbytes`` is the most that it may take, ``nbytes`` of the bucket what it takes. Repeatable.
         """
 
     async def send(self, group: Group, bucket: Any, deadline_ns: int) -> None:
@@ -180,6 +192,12 @@ class RolloutVerbs(CommonVerbs, Protocol):
         lost: str | None = None,
     ) -> None:
         """[control] The answer is on its way: a body, or an error and who was lost. Repeatable."""
+
+    def holding(self) -> int:
+        """Fingerprint of what this rank takes of every checkpoint tensor, signed 64 bits; see ``holdings.Holding``.
+
+        The trainer names that of the buckets it is about to send; with another one an update is refused.
+        """
 
     async def receive(self, group: Group, deadline_ns: int) -> Any:
         """[broadcast] The next bucket, header and whole payload, unproved; its memory is the caller's.

@@ -61,6 +61,8 @@ PRICES: Mapping[str, Price] = {
     "diff": Price("cpu", "device.scan_bytes_per_s"),
     "exchange": Price("link"),
     "gather": Price("link", "host.memcpy_bytes_per_s"),
+    "merge": Price("cpu", "host.memcpy_bytes_per_s"),
+    "narrow": Price("cpu", "host.memcpy_bytes_per_s"),
     "encode": Price("cpu", "device.encode_bytes_per_s"),
     "send": Price("link"),
     "receive": Price("link"),

@@ -13,8 +13,11 @@ from functools import cached_property
 from typing import Any
 
 from weightsync.reference.buckets import ABORT, END, BucketSpec, Heading, read_abort, read_end
+from weightsync.reference.encoding import POSITION_BYTES
 from weightsync.reference.headers import Header
+from weightsync.reference.holdings import Holding
 from weightsync.reference.plan import GatherGroup, TransferPlan
+from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.steps import Step, Touched
 
@@ -46,6 +49,20 @@ class PhantomChanges:
     @property
     def nnz(self) -> int:
         """Changed elements of this rank."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PhantomContents:
+    """What is to be sent of one gather group; see ``reference.joining.Joined``."""
+
+    group: GatherGroup
+    counts: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def nnz(self) -> int:
+        """Elements in all."""
         return sum(self.counts)
 
 
@@ -109,17 +126,33 @@ class PhantomSource:
         yield Touched(nbytes, reads=(f"slot{slot}",))
         return Phantom(nbytes)
 
-    def encode(
-        self,
-        parts: Sequence[Any],
-        group: GatherGroup,
-        spec: BucketSpec,
-        matrix: Sequence[Sequence[int]],
-        heading: Heading,
-    ) -> Step[PhantomBucket]:
+    def merge(
+        self, parts: Sequence[Any], group: GatherGroup, matrix: Sequence[Sequence[int]]
+    ) -> Step[PhantomContents]:
+        """See ``reference.source.Source.merge``."""
+        yield Touched(sum(part.nbytes for part in parts))
+        pieces = self.plan.pieces
+        counts = tuple(
+            pieces[number].count if dense else sum(row[number] for row in matrix)
+            for number, dense in zip(group.pieces, group.dense, strict=True)
+        )
+        return PhantomContents(group, counts, self._bytes_of(group, counts))
+
+    def narrow(self, merged: PhantomContents, route: Route) -> Step[PhantomContents]:
+        """See ``reference.source.Source.narrow``; changed elements are taken to be spread evenly."""
+        yield Touched(merged.nbytes)
+        counts = route.estimate(merged.group, merged.counts)
+        return PhantomContents(merged.group, counts, self._bytes_of(merged.group, counts))
+
+    def encode(self, contents: PhantomContents, spec: BucketSpec, heading: Heading) -> Step[PhantomBucket]:
         """See ``reference.source.Source.encode``."""
         yield Touched(spec.nbytes)
         return PhantomBucket(heading, spec)
+
+    def _bytes_of(self, group: GatherGroup, counts: Sequence[int]) -> int:
+        sizes = [self.plan.tensors[self.plan.pieces[number].tensor].itemsize for number in group.pieces]
+        each = zip(counts, sizes, group.dense, strict=True)
+        return sum(count * (size if dense else size + POSITION_BYTES) for count, size, dense in each)
 
     def _share(self, piece: int, total: int) -> int:
         """Part of ``total`` in proportion to what this rank owns; the ranks' shares add up to it exactly."""
@@ -133,12 +166,13 @@ class PhantomTarget:
 
     Args:
         maps: runtime name -> its map.
-        model_bytes: bytes of the whole checkpoint; a bucket writes this rank's share of it.
+        holding: what it is sent; a bucket writes this rank's share of it.
     """
 
-    def __init__(self, maps: Mapping[str, RowMap], model_bytes: int) -> None:
+    def __init__(self, maps: Mapping[str, RowMap], holding: Holding) -> None:
         self.held_bytes = sum(map(_bytes, maps.values()))
-        self.model_bytes = max(1, model_bytes)
+        self.fingerprint = holding.fingerprint
+        self.sent_bytes = max(1, holding.nbytes)
 
     def decode(self, bucket: Any) -> Step[Phantom]:
         """See ``reference.target.Target.decode``."""
@@ -148,7 +182,7 @@ class PhantomTarget:
             return Phantom(bucket.nbytes, end=read_end(bucket))
         if isinstance(header, Header) and header.kind == ABORT:
             return Phantom(bucket.nbytes, aborted=read_abort(bucket))
-        return Phantom(bucket.nbytes, written=bucket.nbytes * self.held_bytes // self.model_bytes)
+        return Phantom(bucket.nbytes, written=bucket.nbytes * self.held_bytes // self.sent_bytes)
 
     def validate(self, decoded: Phantom, *, version: int, base: int, epoch: int, sequence: int) -> Step[None]:
         """See ``reference.target.Target.validate``; nothing can be wrong with a count."""

@@ -65,9 +65,11 @@ class Right(HostMemory, BackendConformance):
     def make_source(self, plan: TransferPlan, rank: int, params: Mapping[str, Tensor]) -> Source:
         return self.source(plan, rank, params)
 
-    def make_target(self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor]) -> Target:
+    def make_target(
+        self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor], route: Any = "all"
+    ) -> Target:
         maps, aliases = deployment.rollout_maps(rank), deployment.aliases(rank)
-        return self.target(deployment.tensors, maps, weights, aliases)
+        return self.target(deployment.tensors, maps, weights, aliases, route)
 
     def make_world(self) -> World:
         def change(verbs: Verbs) -> None:

@@ -46,10 +46,12 @@ class OtherReplicas(HostMemory):
 
     change: Callable[[RowMap], RowMap]
 
-    def make_target(self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor]) -> Any:
+    def make_target(
+        self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor], route: Any = "all"
+    ) -> Any:
         maps = deployment.rollout_maps(rank)
         changed = {name: self.change(one) if "qkv" in name else one for name, one in maps.items()}
-        return Target(deployment.tensors, changed, weights, deployment.aliases(rank))
+        return Target(deployment.tensors, changed, weights, deployment.aliases(rank), route)
 
 
 def test_replicas_that_count_twice_are_found_by_the_digest() -> None:

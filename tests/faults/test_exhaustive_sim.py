@@ -19,16 +19,18 @@ def assert_all_right(label: str, cases: Sequence[Case], capfd: pytest.CaptureFix
     assert not failures, f"{len(failures)} of {len(cases)} plans break a promise:\n{plans}"
 
 
-@pytest.mark.parametrize("receive", ["stage", "stream"])
+@pytest.mark.parametrize(
+    ("receive", "route"), [("stage", "all"), ("stream", "all"), ("stage", "owned"), ("stream", "owned")]
+)
 def test_any_one_fault_at_any_await_breaks_no_promise(
-    receive: str, capfd: pytest.CaptureFixture[str]
+    receive: str, route: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    counts = awaits(receive=receive)
-    cases = list(exhaustive_cases(counts, receive))
+    counts = awaits(receive=receive, route=route)
+    cases = list(exhaustive_cases(counts, receive, route))
     rollouts = sum(count for rank, count in counts.items() if rank.startswith("rollout"))
     assert len(cases) == 4 * sum(counts.values()) + 2 * rollouts
     assert sum(counts.values()) > 400, "the scenario shrank; a sweep of it shows little"
-    assert_all_right(f"one fault, receive = {receive}", cases, capfd)
+    assert_all_right(f"one fault, receive = {receive}, route = {route}", cases, capfd)
 
 
 def test_a_thousand_seeded_pairs_of_faults_break_no_promise(capfd: pytest.CaptureFixture[str]) -> None:

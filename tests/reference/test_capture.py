@@ -23,6 +23,7 @@ from weightsync.reference.steps import run
 from weightsync.reference.target import Target
 from weightsync.testing.byhand import deliver, make_update
 from weightsync.testing.stacked_loader import ExpertModel, StackedModel, load_into
+from weightsync.testing.states import examples
 from weightsync.testing.strategies import DTYPES, checkpoints, model_shapes
 from weightsync.testing.twosides import cut_map, poison, random_state
 
@@ -52,10 +53,12 @@ def check_same_bits(params: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         assert torch.equal(int_view(tensor), int_view(expected[name])), name
 
 
-@given(model=model_shapes(tp=(1, 2, 3)), tp=st.integers(1, 3), fused=st.booleans(), odd_strides=st.booleans())
+@examples(0.6)
+@given(data=st.data(), tp=st.integers(1, 8), fused=st.booleans(), odd_strides=st.booleans())
 def test_a_capture_finds_the_placement_tables(
-    model: ModelShape, tp: int, fused: bool, odd_strides: bool
+    data: st.DataObject, tp: int, fused: bool, odd_strides: bool
 ) -> None:
+    model = data.draw(model_shapes(tp=(tp,)))
     ranks = [
         StackedModel(model, rank, tp, fused, vocab_multiple=4, odd_strides=odd_strides) for rank in range(tp)
     ]

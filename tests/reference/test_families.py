@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +13,8 @@ from weightsync.reference.errors import MissingTPAttributes, PlanMismatch
 from weightsync.reference.params import TPAttributes, int_view, read, same_bits
 from weightsync.reference.rowmap import export
 from weightsync.reference.shards import join
-from weightsync.testing.families import family_deployments
+from weightsync.testing.families import family_deployments, whole_range
+from weightsync.testing.states import examples
 
 
 def checkpoint(deployment: Deployment, seed: int) -> dict[str, Tensor]:
@@ -33,8 +34,8 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert same_bits(found[name], tensor), name
 
 
-@settings(max_examples=60, deadline=None)
-@given(deployment=family_deployments(), seed=st.integers(0, 2**32 - 1))
+@examples(0.6)
+@given(deployment=whole_range(), seed=st.integers(0, 2**32 - 1))
 def test_shards_of_a_checkpoint_export_it_again_and_each_element_has_one_teller(
     deployment: Deployment, seed: int
 ) -> None:
@@ -46,8 +47,8 @@ def test_shards_of_a_checkpoint_export_it_again_and_each_element_has_one_teller(
         assert sum(plan.owned(rank, number) for rank in range(len(plan.maps))) == piece.count
 
 
-@settings(max_examples=60, deadline=None)
-@given(deployment=family_deployments(), seed=st.integers(0, 2**32 - 1))
+@examples(0.6)
+@given(deployment=whole_range(), seed=st.integers(0, 2**32 - 1))
 def test_every_rollout_holds_every_element_and_counts_it_once(deployment: Deployment, seed: int) -> None:
     expected = checkpoint(deployment, seed)
     for rollout in deployment.rollouts:
@@ -60,7 +61,7 @@ def test_every_rollout_holds_every_element_and_counts_it_once(deployment: Deploy
                 assert one.elements(output) >= one.owned_elements(output)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(0.8)
 @given(deployment=family_deployments(), seed=st.integers(0, 2**32 - 1))
 def test_live_parameters_say_themselves_how_they_are_cut(deployment: Deployment, seed: int) -> None:
     """Equal parts along ``partition_dim`` by stride or sizes give the whole parameter back, whatever the family."""
@@ -83,7 +84,7 @@ def test_live_parameters_say_themselves_how_they_are_cut(deployment: Deployment,
             assert torch.equal(rows[told], bits[held.param.layout.row[told]]), name
 
 
-@settings(max_examples=25, deadline=None)
+@examples(0.5)
 @given(data=st.data(), deployment=family_deployments(), seed=st.integers(0, 2**32 - 1))
 def test_attributes_that_are_lost_or_wrong_are_errors(
     data: st.DataObject, deployment: Deployment, seed: int
@@ -117,7 +118,7 @@ def test_attributes_that_are_lost_or_wrong_are_errors(
         deployment.live_maps(rank, params)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(0.6)
 @given(data=st.data(), deployment=family_deployments())
 def test_gathers_and_buckets_are_a_function_of_the_counts_and_ranks_without_a_share_bring_nothing(
     data: st.DataObject, deployment: Deployment
@@ -146,7 +147,7 @@ def test_gathers_and_buckets_are_a_function_of_the_counts_and_ranks_without_a_sh
             assert (plan.part_bytes(group, rank, counts) == 0) == nothing
 
 
-@settings(max_examples=30, deadline=None)
+@examples(0.6)
 @given(deployment=family_deployments())
 def test_replicas_are_silent_and_a_tied_copy_is_marked_as_shared(deployment: Deployment) -> None:
     layout = deployment.trainer_layout
@@ -166,7 +167,7 @@ def test_replicas_are_silent_and_a_tied_copy_is_marked_as_shared(deployment: Dep
     assert copies == (layout.stage_ranks if tied and layout.pp > 1 else 0)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(0.4)
 @given(deployment=family_deployments())
 def test_fp32_buffers_stay_fp32_among_bf16_weights(deployment: Deployment) -> None:
     for meta in deployment.tensors:

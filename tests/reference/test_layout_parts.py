@@ -115,6 +115,41 @@ def test_positions_of_any_cut_are_those_of_the_elements_there_and_back(
             assert int(found.sum()) == one.elements(number) == int(mine.sum())
 
 
+@given(layout=layouts(), data=st.data())
+def test_ascending_positions_are_located_as_each_one_would_be(layout: Layout, data: st.DataObject) -> None:
+    """By runs, and where there are more of them than positions by division; int32 and int64, from any base."""
+    held = data.draw(part_lists(shape=layout.shape, replicas=False))
+    for one in maps_of(layout, held):
+        for number, only in enumerate(layout.metas):
+            base = data.draw(st.integers(0, only.numel), label="base")
+            drawn = data.draw(st.sets(st.integers(0, max(0, only.numel - base - 1))), label="positions")
+            chosen = sorted(drawn) if base < only.numel else []
+            width = data.draw(st.sampled_from([torch.int32, torch.int64]))
+            positions = torch.tensor(chosen, dtype=width)
+            expected, places = one.to_local(number, positions.to(torch.int64) + base)
+            taken, local = one.locate(number, positions, base)
+            event(f"located by {'a slice' if isinstance(taken, slice) else 'an index'}")
+            assert torch.equal(positions[taken], positions[expected])
+            assert local.dtype == torch.int64
+            assert torch.equal(local, places)
+
+
+def test_positions_at_the_far_end_of_int32_are_located() -> None:
+    """Runs that begin or end beyond what a position of int32 can say, without allocating the tensor."""
+    rows = torch.tensor([0, 1, 2, 3])
+    far = RowMap(
+        "w", torch.int8, (2, 1 << 30), (0,), torch.tensor([0, 0], dtype=torch.int32), rows[2:], 1 << 30, (1 << 30,),
+        0, torch.ones(2, dtype=torch.bool),
+    )  # fmt: skip
+    last = (1 << 31) - 1
+    for base, positions in ((0, [5, last]), (1 << 30, [5, last]), (1 << 31, [0, 7, last])):
+        at = torch.tensor(positions, dtype=torch.int32)
+        expected, places = far.to_local(0, at.to(torch.int64) + base)
+        taken, local = far.locate(0, at, base)
+        assert torch.equal(at[taken], at[expected])
+        assert torch.equal(local, places)
+
+
 def test_a_part_is_cut_as_attributes_cut_it() -> None:
     """Every dimension, also one in the middle, by stride and by sizes."""
     layout = plain(meta("x", 12, 12, 12))

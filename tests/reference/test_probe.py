@@ -22,6 +22,7 @@ from weightsync.reference.source import Source
 from weightsync.reference.steps import run
 from weightsync.testing.byhand import make_update
 from weightsync.testing.gather_export import GatherExport, norms, padded
+from weightsync.testing.states import examples
 from weightsync.testing.strategies import DTYPES, checkpoints, deployments
 
 SMALL = ModelShape(vocab=5, hidden=4, intermediate=6, layers=1, heads=4, kv_heads=2, head_dim=2, qk_norm=True)
@@ -53,7 +54,8 @@ def check_same_told(found: Probed, deployment: Deployment) -> None:
             assert len(one.tensor) <= len(expected[name].tensor), name
 
 
-@given(deployment=deployments())
+@examples(0.8)
+@given(deployment=deployments(max_tp=8))
 def test_a_probe_finds_the_layout_tables(deployment: Deployment) -> None:
     check_same_told(probed(deployment), deployment)
 

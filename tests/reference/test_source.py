@@ -79,7 +79,8 @@ def test_positions_are_relative_to_their_piece() -> None:
     assert run(sides.sources[0].diff(1, 0)).patches[1][0].tolist() == [1]
     (group,) = sides.plan.groups((1, 2))
     parts = [run(source.part(1, run(source.diff(1, 0)), group)) for source in sides.sources]
-    bucket = run(sides.sources[0].encode(parts, group, group.buckets[0], [(1, 1), (0, 1)], HEADING))
+    merged = run(sides.sources[0].merge(parts, group, [(1, 1), (0, 1)]))
+    bucket = run(sides.sources[0].encode(merged, group.buckets[0], HEADING))
     found = unpack(bucket, sides.metas)
     assert [(one.spec.base, one.positions.tolist()) for one in found if one.positions is not None] == [
         (0, [1]),
@@ -215,9 +216,8 @@ def test_other_parts_of_the_same_group_are_joined_anew() -> None:
     lead, matrix = sides.sources[0], [(0,), (0,)]
     for _ in range(2):
         parts = [run(source.part(0, None, group)) for source in sides.sources]
-        bucket = run(
-            lead.encode(parts, group, group.buckets[0], matrix, replace(HEADING, kind="full", base=0))
-        )
+        merged = run(lead.merge(parts, group, matrix))
+        bucket = run(lead.encode(merged, group.buckets[0], replace(HEADING, kind="full", base=0)))
         (found,) = unpack(bucket, sides.metas)
         assert torch.equal(found.bits, int_view(sides.state[0])[: found.spec.count])
         sides.train([[(0, 1)]])
@@ -263,7 +263,7 @@ def test_parts_that_do_not_fit_the_counts_are_refused() -> None:
     lead, spec = sides.sources[0], group.buckets[0]
 
     def encode(parts: list[Part], matrix: list[tuple[int, ...]]) -> None:
-        run(lead.encode(parts, group, spec, matrix, HEADING))
+        run(lead.encode(run(lead.merge(parts, group, matrix)), spec, HEADING))
 
     encode(parts, matrix)
     with pytest.raises(PlanMismatch, match="1 parts and 2 rows of counts were gathered, expected 2"):

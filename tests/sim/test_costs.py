@@ -44,7 +44,8 @@ def test_resources():
 
     assert of("link") == {"exchange", "gather", "send", "receive"}
     assert of("cpu") == {
-        "snapshot", "diff", "encode", "decode", "validate", "apply", "rollback", "digest", "optimizer"
+        "snapshot", "diff", "merge", "narrow", "encode", "decode", "validate", "apply", "rollback", "digest",
+        "optimizer",
     }  # fmt: skip
     assert all(PRICES[verb].rate is not None for verb in of("cpu"))
     assert all(PRICES[verb].rate is None for verb in of("none"))

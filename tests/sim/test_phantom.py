@@ -29,8 +29,7 @@ class Counted(FaultRun):
         if isinstance(local, Source):
             local = PhantomSource(plan, rank.rank, lambda: self.totals[self.step])
         elif isinstance(local, Target):
-            model = sum(meta.nbytes for meta in self.deployment.tensors)
-            local = PhantomTarget(self.deployment.rollout_maps(rank), model)
+            local = PhantomTarget(self.deployment.rollout_maps(rank), local.holding)
         return super()._verbs(rank, local, engine)
 
 

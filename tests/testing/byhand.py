@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from weightsync.reference.buckets import DELTA, FULL, Bucket, Header, Heading, end_bucket
 from weightsync.reference.digest import combine
 from weightsync.reference.plan import TransferPlan
+from weightsync.reference.routes import Route
 from weightsync.reference.source import Source
 from weightsync.reference.steps import run
 from weightsync.reference.target import Decoded, Target
@@ -48,9 +49,11 @@ def make_update(
     base_slot: int | None = None,
     base: int = 0,
     epoch: int = 1,
+    route: Route | None = None,
 ) -> Update:
-    """Snapshot every source into ``slot`` and encode: full without ``base_slot``, else the difference to
-    it.
+    """Snapshot every source into ``slot`` and encode: full without ``base_slot``, else the difference to it.
+
+    With a ``route``, only what its ranks hold.
     """
     for source in sources:
         run(source.snapshot(slot))
@@ -65,9 +68,10 @@ def make_update(
             run(source.part(slot, None if changes is None else changes[rank], group))
             for rank, source in enumerate(sources)
         ]
-        for spec in group.buckets:
-            at = heading.at(len(update.buckets))
-            update.buckets.append(run(sources[0].encode(parts, group, spec, matrix, at)))
+        merged = run(sources[0].merge(parts, group, matrix))
+        contents = merged if route is None else run(sources[0].narrow(merged, route))
+        for spec in group.buckets if route is None else route.cuts(group, contents.counts):
+            update.buckets.append(run(sources[0].encode(contents, spec, heading.at(len(update.buckets)))))
     moved = sum(bucket.nbytes for bucket in update.buckets)
     count = len(update.buckets)
     update.buckets.append(end_bucket(heading.at(count), digest, count, moved))

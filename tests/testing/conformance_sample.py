@@ -150,8 +150,9 @@ class Sample:
         for group in self.plan.groups(None if kind == FULL else counts):
             given = [None if kind == FULL else one for one in changes]
             parts = [run(source.part(1, one, group)) for source, one in zip(sources, given, strict=True)]
+            merged = run(sources[0].merge(parts, group, matrix))
             for spec in group.buckets:
-                buckets.append(run(sources[0].encode(parts, group, spec, matrix, head.at(len(buckets)))))
+                buckets.append(run(sources[0].encode(merged, spec, head.at(len(buckets)))))
         nbytes = sum(bucket.nbytes for bucket in buckets)
         return [*buckets, end_bucket(head.at(len(buckets)), self.digest(state), len(buckets), nbytes)]
 

@@ -147,10 +147,13 @@ class WireConformance(ConformanceBase):
                 sizes = [sample.plan.part_bytes(rows, rank, row) for rank, row in enumerate(matrix)]
                 given = None if full else changes
                 parts = await verbs.gather(group, rows, 1, given, sizes, deadline_ns)
-                for spec in rows.buckets if parts else ():
+                if parts is None:
+                    continue
+                merged = await verbs.merge(parts, rows, matrix)
+                for spec in rows.buckets:
                     head = sample.heading(kind).at(len(buckets) // times)
                     for _ in range(times):
-                        buckets.append(await verbs.encode(parts or (), rows, spec, matrix, head))
+                        buckets.append(await verbs.encode(merged, spec, head))
             return buckets
 
         buckets: list[Any] = self.each(sources, main)[sample.trainers[0]]

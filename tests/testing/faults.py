@@ -153,13 +153,14 @@ class FaultRun:
         lead = rank == self.deployment.trainers[0]
         return kind(
             self._verbs(rank, source), self.deployment.plan, self.deployment.trainers, self.deployment.rollouts,
-            self.settings, self._on_version if lead else None,
+            self.settings, self._on_version if lead else None, routes=self.deployment.routes(self.settings.route),
         )  # fmt: skip
 
     def _rollout(self, kind: type[Rollout], ref: RolloutRef, rank: RankId) -> Rollout:
         weights = self.deployment.blank(rank)
         maps = self.deployment.rollout_maps(rank)
-        target = Target(self.deployment.tensors, maps, weights, self.deployment.aliases(rank))
+        aliases = self.deployment.aliases(rank)
+        target = Target(self.deployment.tensors, maps, weights, aliases, self.settings.route)
         self.targets[rank] = target
         engine = None
         if rank == ref.leader:

@@ -33,6 +33,7 @@ class Case:
         seed: the seed that drew it, and that of the weights.
         receive: ``stage`` or ``stream``.
         detect_ms: how long after a kill its data groups break.
+        route: ``all`` or ``owned``.
     """
 
     faults: tuple[AnyFault, ...]
@@ -40,10 +41,11 @@ class Case:
     seed: int = 0
     receive: str = "stage"
     detect_ms: int = 0
+    route: str = "all"
 
     def run(self, protocol: Protocol) -> Report:
         """Make the run."""
-        settings = replace(SETTINGS, receive=self.receive)  # type: ignore[arg-type]
+        settings = replace(SETTINGS, receive=self.receive, route=self.route)  # type: ignore[arg-type]
         return FaultRun(
             self.faults, trainer=protocol.trainer, rollout=protocol.rollout, updates=self.updates, seed=self.seed,
             settings=settings, detect_ns=self.detect_ms * MS,
@@ -66,7 +68,7 @@ class Finding:
 
     def __str__(self) -> str:
         case = self.case
-        head = f"seed {case.seed}, {case.updates} updates, receive = {case.receive}"
+        head = f"seed {case.seed}, {case.updates} updates, receive = {case.receive}, route = {case.route}"
         head += f", groups break after {case.detect_ms} ms"
         lines = [f"found in run {self.runs}: {head}", f"  {self.report}", "  its trace:"]
         for span in self.report.trace.spans:
@@ -90,10 +92,10 @@ def seeded_cases(seeds: Iterable[int], counts: dict[str, int]) -> Iterable[Case]
         yield Case(drawn(counts, seed), seed=seed, receive=receive, detect_ms=40 if seed % 4 > 1 else 0)
 
 
-def exhaustive_cases(counts: dict[str, int], receive: str = "stage") -> Iterable[Case]:
+def exhaustive_cases(counts: dict[str, int], receive: str = "stage", route: str = "all") -> Iterable[Case]:
     """Every await of every rank times every kind of fault; a killed rollout also with a restart, soon and late."""
     for faults in (*exhaustive(counts), *returning(counts, (20, 700))):
-        yield Case(faults, receive=receive)
+        yield Case(faults, receive=receive, route=route)
 
 
 def fuzz(

@@ -96,7 +96,8 @@ class GlooFaultRun:
         for ref in self.deployment.rollouts:
             for rank in ref.ranks:
                 maps, weights = self.deployment.rollout_maps(rank), self.deployment.blank(rank)
-                target = Target(self.deployment.tensors, maps, weights, self.deployment.aliases(rank))
+                aliases = self.deployment.aliases(rank)
+                target = Target(self.deployment.tensors, maps, weights, aliases, self.settings.route)
                 holdings[rank] = self.promises.targets[rank] = target
                 programs[rank] = partial(self._serve, ref)
         engines = {ref.leader: self.engines[ref.number] for ref in self.deployment.rollouts}
@@ -118,7 +119,7 @@ class GlooFaultRun:
         self.clocks[str(verbs.me)] = verbs.clock  # type: ignore[assignment]
         trainer = Trainer(
             verbs, deployment.plan, deployment.trainers, deployment.rollouts, self.settings,
-            self._on_version if lead else None,
+            self._on_version if lead else None, routes=deployment.routes(self.settings.route),
         )  # fmt: skip
         try:
             for step in range(self.updates + 1):

@@ -185,9 +185,11 @@ class InprocessRun:
             )
             verbs.fabric = Recorded(verbs.fabric, self.buckets)
             told = self._record if rank == deployment.trainers[0] else None
+            routes = deployment.routes(self.settings.route)
             self.trainers[rank] = make_trainer(
-                verbs, deployment.plan, deployment.trainers, deployment.rollouts, self.settings, told
-            )
+                verbs, deployment.plan, deployment.trainers, deployment.rollouts, self.settings, told,
+                routes=routes,
+            )  # fmt: skip
         for ref in deployment.rollouts:
             self.engines[ref.number] = Generating()
             for rank in ref.ranks:
@@ -196,6 +198,7 @@ class InprocessRun:
                     deployment.rollout_maps(rank),
                     deployment.blank(rank),
                     deployment.aliases(rank),
+                    self.settings.route,
                 )
                 engine = self.engines[ref.number] if rank == ref.leader else None
                 verbs = world.verbs(rank, self.targets[rank], engine=engine, hooks=Watch(self, str(rank)))

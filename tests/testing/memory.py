@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,9 +47,19 @@ class Memory(ABC):
         """The bytes of a trainer rank that starts from ``params`` on the host, of any strides."""
         return Source(plan, rank, params)
 
-    def make_target(self, deployment: Deployment, rank: RankId, weights: Mapping[str, Tensor]) -> Any:
-        """The bytes of a rollout rank that starts from ``weights`` on the host, of any strides."""
-        return Target(deployment.tensors, deployment.rollout_maps(rank), weights, deployment.aliases(rank))
+    def make_target(
+        self,
+        deployment: Deployment,
+        rank: RankId,
+        weights: Mapping[str, Tensor],
+        route: Literal["all", "owned"] = "all",
+    ) -> Any:
+        """The bytes of a rollout rank that starts from ``weights`` on the host, of any strides.
+
+        ``route`` is that of the settings: what it is going to be sent.
+        """
+        maps = deployment.rollout_maps(rank)
+        return Target(deployment.tensors, maps, weights, deployment.aliases(rank), route)
 
 
 class HostMemory(Memory):

@@ -142,7 +142,15 @@ def run_scenario(
 
     async def train(verbs: Verbs) -> list[Outcome]:
         told = record if verbs.me == deployment.trainers[0] else None
-        half = trainer(verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings, told)
+        half = trainer(
+            verbs,
+            deployment.plan,
+            deployment.trainers,
+            deployment.rollouts,
+            settings,
+            told,
+            routes=deployment.routes(settings.route),
+        )
         outcomes = []
         for state in states:
             for name, tensor in deployment.shards(verbs.me.rank, state).items():
@@ -160,7 +168,7 @@ def run_scenario(
     programs: dict[RankId, Program] = dict.fromkeys(deployment.trainers, train)
     for ref in deployment.rollouts:
         for rank in ref.ranks:
-            holdings[rank] = memory.make_target(deployment, rank, deployment.blank(rank))
+            holdings[rank] = memory.make_target(deployment, rank, deployment.blank(rank), settings.route)
             programs[rank] = serve
     engines = {ref.leader: world.engine(ref.ranks) for ref in deployment.rollouts}
     results = world.run(programs, holdings, engines)
