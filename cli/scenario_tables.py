@@ -13,6 +13,7 @@ from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
 from weightsync.reference.parallel import RolloutLayout, TrainerLayout
 from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
+from weightsync.reference.wire.policy import FIXED, LINK_BYTES_PER_S, WirePolicy
 
 MIB = 1 << 20
 
@@ -193,15 +194,29 @@ class Workload(Table):
 
 
 class Policy(Table):
-    """How an update is pushed, and what happens when it fails."""
+    """How an update is pushed, and what happens when it fails.
+
+    ``encoding`` is ``auto``, or the name of one form for every range, as ``docs/wire.md`` lists them; ``auto`` takes
+    the form that is written, sent over a link of ``link_bytes_per_s`` and read in the least time.
+    """
 
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
+    encoding: str = FIXED
+    link_bytes_per_s: float = Field(default=LINK_BYTES_PER_S, gt=0)
     verify_every: int = Field(default=1, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     update_ms: int = Field(default=60_000, ge=1)
     lease_ms: int = Field(default=10_000, ge=1)
+
+    @model_validator(mode="after")
+    def _known_encoding(self) -> Policy:
+        try:
+            WirePolicy(self.encoding)
+        except WeightSyncError as error:
+            raise ValueError(f"policy.encoding: {error}") from None
+        return self
 
 
 class FlipBit(Table):

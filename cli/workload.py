@@ -18,6 +18,7 @@ from weightsync.cli.scenario import Scenario, ScenarioError
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.families import Experts
 from weightsync.reference.modules import Model
+from weightsync.reference.wire.policy import WirePolicy
 
 
 class WorkloadTrainer(Protocol):
@@ -80,6 +81,7 @@ def deployment(scenario: Scenario) -> Deployment:
         scenario.policy.bucket_bytes,
         scenario.model.trainer_vocab_multiple,
         scenario.model.rollout_vocab_multiple,
+        wire=WirePolicy(scenario.policy.encoding, scenario.policy.link_bytes_per_s),
     )
 
 

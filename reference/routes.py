@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weightsync.reference.buckets import BucketSpec, RangeSpec
+from weightsync.reference.buckets import BucketSpec
 from weightsync.reference.cuts import cut_buckets
-from weightsync.reference.encoding import Encoding
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.holdings import Holding
 from weightsync.reference.members import RankId
@@ -54,8 +53,8 @@ class Route:
         if self.is_whole:
             return group.buckets
         ranges = (
-            RangeSpec(piece.tensor, Encoding.DENSE if dense else Encoding.INT32, piece.base, count)
-            for number, dense, count in zip(group.pieces, group.dense, counts, strict=True)
+            self.plan.range_of(piece, form, count, self.holding.tensors[piece.tensor].itemsize)
+            for number, form, count in zip(group.pieces, group.forms, counts, strict=True)
             if (piece := self.pieces[number]) and count
         )
         return cut_buckets(ranges, self.holding.tensors, self.plan.bucket_bytes)

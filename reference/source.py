@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
 from weightsync.reference.delta import changed
 from weightsync.reference.digest import OwnedDigest, combine, digest_sum, key
-from weightsync.reference.encoding import as_bytes, padded, write_section
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
 from weightsync.reference.narrowing import narrow
 from weightsync.reference.params import int_view
+from weightsync.reference.parts import Part, part_jobs
 from weightsync.reference.pieces import Piece
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.routes import Route
@@ -23,6 +23,7 @@ from weightsync.reference.rowmap import RowMap
 from weightsync.reference.rowtables import by_output
 from weightsync.reference.snapshot import SnapshotSlots
 from weightsync.reference.steps import Step, Touched
+from weightsync.reference.wire.streams import Zstd
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class Changes:
         slot: the slot with the new bits.
         base: the slot compared with; None when nothing was, and every owned element counts as changed.
         counts: changed elements per piece of the plan, owned by this rank.
-        patches: piece number -> positions relative to the piece's base, int32 (n,) ascending, and the new
-        bits.
+        patches: piece number -> positions relative to the piece's base, int32 (n,) ascending, the new bits, and the
+        bits of ``base``, or None where nothing knows them.
         nbytes: bytes of the patches.
         digest_change: what the rank's share of the digest changes by, from ``base`` to ``slot``.
     """
@@ -50,7 +51,7 @@ class Changes:
     slot: int
     base: int | None
     counts: tuple[int, ...]
-    patches: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    patches: Mapping[int, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
     nbytes: int = 0
     digest_change: int = 0
 
@@ -58,22 +59,6 @@ class Changes:
     def nnz(self) -> int:
         """Changed elements of this rank."""
         return sum(self.counts)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Part:
-    """One rank's share of a gather group: uint8 (nbytes,), new memory."""
-
-    payload: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it brings to the gather."""
-        return self.payload.numel()
-
-    def copy(self) -> Part:
-        """The same part in memory of its own."""
-        return Part(self.payload.clone())
 
 
 class Source:
@@ -99,6 +84,7 @@ class Source:
             _check_param(row_map, params)
         self._slots = SnapshotSlots({row_map.name: row_map.dtype for row_map in self._maps})
         self._tables = {row_map.name: OwnedDigest(row_map, plan.tensors) for row_map in self._maps}
+        self._zstd = Zstd()
         self._digests: dict[int, int] = {}
         self._steps: dict[int, tuple[int, int]] = {}
 
@@ -162,7 +148,9 @@ class Source:
         return self._digests[slot]
 
     def part(self, slot: int, changes: Changes | None, group: GatherGroup) -> Step[Part]:
-        """What this rank brings to the gather of ``group``: per piece a section, padded; new memory.
+        """What this rank brings to the gather of ``group``: per piece a fixed section, padded; new memory.
+
+        The values of a sparse piece are in the piece's value form already: its bytes follow from the counts.
 
         Args:
             slot: the snapshot that dense pieces are read from.
@@ -173,25 +161,8 @@ class Source:
             raise PlanMismatch(f"changes are of slot {changes.slot}, expected slot {slot}; diff that slot")
         tensors = self._slots.tensors(slot)
         counts = (0,) * len(self.plan.pieces) if changes is None else changes.counts
-        payload = torch.zeros(self.plan.part_bytes(group, self.rank, counts), dtype=torch.uint8)
-        jobs: list[Callable[[], None]] = []
-        offset = 0
-        for number, dense in zip(group.pieces, group.dense, strict=True):
-            if dense:
-                for rows in self.plan.owned_rows(self.rank, number):
-                    size = rows.numel * self._itemsize(number)
-                    jobs.append(_reader(rows.read, tensors[rows.param], payload[offset : offset + size]))
-                    offset += size
-            elif counts[number]:
-                if changes is None or number not in changes.patches:
-                    raise PlanMismatch(
-                        "changes hold no patch for a sparse piece, expected one; diff against a base"
-                    )
-                positions, bits = changes.patches[number]
-                size = positions.nbytes + bits.nbytes
-                jobs.append(_writer(payload[offset : offset + size], positions, bits))
-                offset += size
-            offset = padded(offset)
+        patches = {} if changes is None else changes.patches
+        payload, jobs = part_jobs(self.plan, self.rank, group, counts, patches, tensors)
         half = len(jobs) // 2
         for job in jobs[:half]:
             job()
@@ -234,20 +205,17 @@ class Source:
             heading: kind, versions, epoch and sequence of the bucket.
         """
         yield Touched(spec.nbytes)
-        return pack_bucket(heading, [joined.cut(one) for one in spec.ranges], joined.tensors)
+        return pack_bucket(heading, [joined.cut(one) for one in spec.ranges], joined.tensors, self._zstd)
 
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
         return found == expected
 
-    def _itemsize(self, piece: int) -> int:
-        return self.plan.tensors[self.plan.pieces[piece].tensor].itemsize
-
     def _in_pieces(
         self, slot: int, base: int, found: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]
     ) -> Changes:
         counts = [0] * len(self.plan.pieces)
-        patches: dict[int, tuple[Tensor, Tensor]] = {}
+        patches: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
         shifts: list[int] = []
         merged = {tensor: _merge(several) for tensor, several in found.items()}
         for tensor, (flat, new, old) in merged.items():
@@ -255,12 +223,13 @@ class Source:
             shifts += [digest_sum(tensor_key, flat, new), -digest_sum(tensor_key, flat, old)]
         for number, piece in enumerate(self.plan.pieces):
             if piece.tensor in merged:
-                flat, new, _ = merged[piece.tensor]
+                flat, new, old = merged[piece.tensor]
                 low, high = _window(flat, piece, self.plan.tensors[piece.tensor].numel)
                 if high > low:
                     counts[number] = high - low
-                    patches[number] = ((flat[low:high] - piece.base).to(torch.int32), new[low:high])
-        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits in patches.values())
+                    at = (flat[low:high] - piece.base).to(torch.int32)
+                    patches[number] = (at, new[low:high], old[low:high])
+        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits, _ in patches.values())
         return Changes(slot, base, tuple(counts), patches, nbytes, combine(shifts))
 
 
@@ -292,17 +261,6 @@ def _window(flat: Tensor, piece: Piece, numel: int) -> tuple[int, int]:
         return 0, flat.numel()
     low, high = torch.searchsorted(flat, torch.tensor([piece.base, piece.base + piece.count])).tolist()
     return low, high
-
-
-def _reader(read: Callable[[Tensor], Tensor], tensor: Tensor, out: Tensor) -> Callable[[], None]:
-    def job() -> None:
-        out.copy_(as_bytes(read(int_view(tensor))))
-
-    return job
-
-
-def _writer(out: Tensor, positions: Tensor, bits: Tensor) -> Callable[[], None]:
-    return lambda: write_section(out, positions, bits)
 
 
 def _check_param(row_map: RowMap, params: Mapping[str, Tensor]) -> None:

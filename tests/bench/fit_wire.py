@@ -15,7 +15,9 @@ from harness import machine
 from wire_data import DTYPE, NUMEL, Update, adam, decode, encode
 
 from weightsync.reference.params import int_view
-from weightsync.reference.wire import ALL_FORMS, Form, Positions, Zstd, decode_section, encode_section
+from weightsync.reference.wire.forms import ALL_FORMS, Form, Positions
+from weightsync.reference.wire.sections import decode_section, encode_section
+from weightsync.reference.wire.streams import Zstd
 
 DENSITIES = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.6)
 PASSES = 6

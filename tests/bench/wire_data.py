@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.params import int_view
-from weightsync.reference.wire import Form, Values, Zstd, coded, decode_section, encode_section, resolve
-from weightsync.reference.wire.sections import Encoded
+from weightsync.reference.wire.forms import Form, Values
+from weightsync.reference.wire.sections import Encoded, decode_section, encode_section
+from weightsync.reference.wire.streams import Zstd
+from weightsync.reference.wire.values import coded, resolve
 
 SHAPE = (4096, 1024)
 NUMEL = math.prod(SHAPE)

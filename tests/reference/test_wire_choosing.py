@@ -9,19 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.reference.errors import PatchMismatch, PlanMismatch
-from weightsync.reference.wire import (
-    ABSOLUTE,
-    ALL_FORMS,
-    DENSE_FORM,
-    RATES,
-    Form,
-    Positions,
-    Values,
-    choose,
-    choose_named,
-    estimated_bytes,
-)
-from weightsync.reference.wire.costs import costs
+from weightsync.reference.wire.choosing import choose, choose_named
+from weightsync.reference.wire.costs import costs, estimated_bytes
+from weightsync.reference.wire.forms import ABSOLUTE, ALL_FORMS, DENSE_FORM, Form, Positions, Values
+from weightsync.reference.wire.rates import RATES
 from weightsync.reference.wire.sections import fixed_bytes
 
 EVERY = frozenset(Values)

@@ -10,20 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.reference.errors import PatchMismatch
-from weightsync.reference.wire import (
-    ALL_FORMS,
-    DENSE_FORM,
-    Form,
-    Packing,
-    Positions,
-    Values,
-    Zstd,
-    decode_section,
-    decode_window,
-    encode_section,
-    resolve,
-)
-from weightsync.reference.wire.sections import Section, fixed_bytes
+from weightsync.reference.wire.forms import ALL_FORMS, DENSE_FORM, Form, Packing, Positions, Values
+from weightsync.reference.wire.positions import decode_window
+from weightsync.reference.wire.sections import Section, decode_section, encode_section, fixed_bytes
+from weightsync.reference.wire.streams import Zstd
+from weightsync.reference.wire.values import resolve
 from weightsync.testing import plainwire
 from weightsync.testing.wire_sections import Changes, changes, encoded, made, sparse_forms
 

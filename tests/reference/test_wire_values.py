@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.reference.params import int_view
-from weightsync.reference.wire import Values, coded, resolve
+from weightsync.reference.wire.forms import Values
 from weightsync.reference.wire.streams import StreamReader, Zstd, write_streams
-from weightsync.reference.wire.values import read_values, signed_magnitude, stream_count, value_streams
+from weightsync.reference.wire.values import (
+    coded,
+    read_values,
+    resolve,
+    signed_magnitude,
+    stream_count,
+    value_streams,
+)
 from weightsync.testing.wire_sections import SECTION_DTYPES, made
 
 BYTES = [dtype for dtype in SECTION_DTYPES if dtype.itemsize == 1]

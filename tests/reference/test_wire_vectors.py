@@ -10,17 +10,10 @@ import pytest
 import torch
 
 from weightsync.reference.params import int_view
-from weightsync.reference.wire import (
-    ALL_FORMS,
-    Form,
-    Packing,
-    Positions,
-    Zstd,
-    coded,
-    decode_section,
-    encode_section,
-    resolve,
-)
+from weightsync.reference.wire.forms import ALL_FORMS, Form, Packing, Positions
+from weightsync.reference.wire.sections import decode_section, encode_section
+from weightsync.reference.wire.streams import Zstd
+from weightsync.reference.wire.values import coded, resolve
 from weightsync.testing import plainwire
 
 VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "wire.json").read_text())

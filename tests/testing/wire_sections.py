@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weightsync.reference.params import int_view
-from weightsync.reference.wire import ALL_FORMS, Encoded, Form, Positions, Zstd, coded, encode_section
+from weightsync.reference.wire.forms import ALL_FORMS, Form, Positions
+from weightsync.reference.wire.sections import Encoded, encode_section
+from weightsync.reference.wire.streams import Zstd
+from weightsync.reference.wire.values import coded
 from weightsync.testing.strategies import DTYPES
 
 SECTION_DTYPES = (*DTYPES, torch.float8_e8m0fnu, torch.uint8, torch.int32, torch.float64)

@@ -12,7 +12,10 @@ import torch
 
 from weightsync.reference.digest import dtype_name
 from weightsync.reference.params import int_view
-from weightsync.reference.wire import ALL_FORMS, Form, Positions, Zstd, coded, encode_section
+from weightsync.reference.wire.forms import ALL_FORMS, Form, Positions
+from weightsync.reference.wire.sections import encode_section
+from weightsync.reference.wire.streams import Zstd
+from weightsync.reference.wire.values import coded
 
 DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64)
 EVEN = [*range(0, 96, 2), 97, 98, 99]
