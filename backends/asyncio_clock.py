@@ -264,7 +264,8 @@ class AsyncioClock:
     def _ended(self, task: AsyncioTask) -> None:
         self._tasks.pop(task, None)
         if not task._task.cancelled() and task._task.exception() is not None:
-            self._failed.append(task)
+            # Those that were joined meanwhile are let go: an error holds the frames of the update that it ended.
+            self._failed = [*(one for one in self._failed if not one._claimed), task]
         self._turn()
 
     def _settle_dead(self) -> None:

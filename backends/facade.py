@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Self
 
+from weightsync.reference.audit import AuditReport
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.metrics import OnUpdate, UpdateMetrics, deliver
 from weightsync.reference.protocol import Outcome
@@ -123,6 +124,27 @@ class TrainerFacade:
         except concurrent.futures.CancelledError:
             raise WeightSyncError("the facade was closed while status() waited for the rollouts") from None
 
+    def audit(self, timeout_s: float = 600.0) -> AuditReport:
+        """Count every element of every member anew; every trainer rank calls it, between two pushes.
+
+        See ``Trainer.audit``: whoever is not what was pushed gets a full update next.
+
+        Raises:
+            StaleVersion: nothing is acknowledged yet, or since the last push failed.
+            WeightSyncError: as ``push``, or it was not over within ``timeout_s``.
+        """
+        self._refuse_own_thread("audit")
+        with self._turn:
+            if self._closed:
+                raise WeightSyncError("audit() was called on a closed facade, expected an open one; make one")
+            if self._push is not None and not self._push.done():
+                raise WeightSyncError("audit() was called while a push runs, expected it over; wait for it")
+            running = asyncio.run_coroutine_threadsafe(self._audit(int(timeout_s * 1e9)), self._loop)
+        try:
+            return running.result()
+        except concurrent.futures.CancelledError:
+            raise WeightSyncError("the facade was closed while audit() ran") from None
+
     def close(self) -> None:
         """End a push that still runs, release the rollouts, end the thread. Repeatable.
 
@@ -182,6 +204,10 @@ class TrainerFacade:
     async def _update(self) -> Outcome:
         async with self._pushing:
             return await self.trainer.update()
+
+    async def _audit(self, timeout_ns: int) -> AuditReport:
+        async with self._pushing:
+            return await self.trainer.audit(self.trainer.verbs.now_ns() + timeout_ns)
 
     async def _ask(self, timeout_ns: int) -> TrainerStatus:
         return await self.trainer.status(self.trainer.verbs.now_ns() + timeout_ns)

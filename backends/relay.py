@@ -83,7 +83,7 @@ class SessionRelay(Rollout):
         update.touched = True
         update.staged.clear()
         await self.verbs.apply(None, undo=update.kind == DELTA)
-        return await self.verbs.digest()
+        return await self.verbs.digest(afresh=self.verifies())
 
     async def roll_back(self, update: Receiving) -> bool:
         """See ``Rollout.roll_back``: also what was only staged is dropped."""
@@ -163,11 +163,13 @@ class _Sessions:
             self._shares = shares
         return 0
 
-    def digest(self) -> Step[int]:
-        """Of the prepared version, or, between updates, of what the sessions report when greeted."""
+    def digest(self, *, afresh: bool = False) -> Step[int]:
+        """Of the prepared version, which the sessions have proved; between updates what they recount, or report."""
         yield Touched(0, reads=("weights",))
         if self._shares is not None:
             return combine(self._shares)
+        if afresh:
+            return combine(self._call("recount"))
         relay = self._relay
         reports = self._call("hello", relay.epoch, relay.fingerprint, relay.verbs.update)
         relay.highest = max([relay.highest, *(report["highest"] for report in reports)])

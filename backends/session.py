@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from weightsync.backends.inline import inline_verbs, run_inline
+from weightsync.backends.session_status import SessionStatus
 from weightsync.reference.buckets import Bucket, Header
 from weightsync.reference.control import Request
 from weightsync.reference.digest import combine
@@ -26,28 +26,6 @@ from weightsync.reference.trace import Trace
 
 T = TypeVar("T")
 LEAD = RankId("trainer", 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatus:
-    """What one rollout rank holds.
-
-    Attributes:
-        version: the label: the version whose bits it holds, unless it is dirty; 0 before the first.
-        dirty: None, or why the weights may be none of a version's.
-        highest: the highest version number ever tried.
-        receiving: the version in progress, or None.
-        prepared: True while that version is applied and waits for ``commit`` or ``abort``.
-        may_generate: True while the weights are exactly those of ``version``. A rollout may generate while
-            this is so on all its ranks, with one version.
-    """
-
-    version: int
-    dirty: str | None
-    highest: int
-    receiving: int | None
-    prepared: bool
-    may_generate: bool
 
 
 class ReceiverSession:
@@ -264,6 +242,23 @@ class ReceiverSession:
             running = self._rollout.update
             self._run(self._rollout.abort(self._request("abort", {"version": version, "reason": reason})))
             return running is not None and self._rollout.update is None
+
+    def recount(self) -> int:
+        """This rank's share of the digest, every element read now; to be called while nothing is in progress.
+
+        The shares of all ranks add up to the digest of the version held (``digest.combine``). What was kept since the
+        last recount cannot show a bit that changed where nothing was written.
+
+        Raises:
+            StaleVersion: a version is in progress; nothing changed.
+        """
+        with self._call("recount"):
+            if self._rollout.update is not None:
+                raise StaleVersion(
+                    f"recount() of {self.me} was called while version {self._rollout.update.version} is in progress, "
+                    "expected none; commit or abort it first"
+                )
+            return self._run(self.verbs.digest(afresh=True))
 
     def status(self) -> SessionStatus:
         """What this rank holds now; may be called from any thread, also during another call."""

@@ -10,6 +10,7 @@ from weightsync.cli import parts
 from weightsync.cli.scenario import Scenario
 from weightsync.cli.sending import Way, sending, sent
 from weightsync.cli.workload import deployment
+from weightsync.reference.baselines import kept, named
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.wire.policy import FIXED
@@ -52,7 +53,7 @@ class Memory:
     Attributes:
         rank: its name.
         weights: its parameters, padding included.
-        snapshots: both snapshot slots of a trainer rank.
+        snapshots: a trainer rank's baseline: both slots, or one copy and its dirty bits.
         staged: a rollout's received buckets, one under ``stream``, a whole update under ``stage``.
         undo: a rollout's old bits and where they belong, during a delta.
         buckets: what is gathered and encoded at one time; the sender's is largest.
@@ -223,7 +224,8 @@ def _memory(
     for rank in layout.trainers:
         held = sum(map(parts.local_bytes, layout.trainer_maps[rank.rank].values()))
         part = max(map(sum, gathers)) + bucket if rank.rank == 0 else max(size[rank.rank] for size in gathers)
-        found.append(Memory(str(rank), held, snapshots=2 * held, buckets=part))
+        baseline = kept(named(scenario.policy.baseline), plan.maps[rank.rank])
+        found.append(Memory(str(rank), held, snapshots=baseline.total, buckets=part))
     for ref in layout.rollouts:
         for rank in ref.ranks:
             held = sum(map(parts.local_bytes, layout.rollout_maps(rank).values()))

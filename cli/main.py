@@ -1,4 +1,4 @@
-"""The command line: ``weightsync demo | run | status | plan | scenarios | backends | fuzz``."""
+"""The command line: ``weightsync demo | run | status | plan | scenarios | backends | fuzz``, and those of ``disk``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from weightsync.backends.registry import Registry
+from weightsync.cli import disk, scenario_files, show
 from weightsync.cli import result as results
-from weightsync.cli import scenario_files, show
 from weightsync.cli.dry_run import dry_run
 from weightsync.cli.fuzzing import fuzz_command
 from weightsync.cli.logs import LogFileError, log_json, logged
@@ -54,6 +54,10 @@ app = typer.Typer(
 scenarios = typer.Typer(help="The built-in scenarios: list, show, or copy one to edit.", no_args_is_help=True)
 app.add_typer(scenarios, name="scenarios")
 app.command("status")(status_command)
+app.command("publish")(disk.publish_command)
+app.command("pull")(disk.pull_command)
+app.command("inspect")(disk.inspect_command)
+app.command("verify")(disk.verify_command)
 
 SetOption = Annotated[
     list[str] | None,

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from weightsync.cli import logs
-from weightsync.cli.model.synthetic import SyntheticWorkload
-from weightsync.cli.record import RankRecord
+from torch import Tensor
+
+from weightsync.cli.model.synthetic import SyntheticTrainer, SyntheticWorkload
+from weightsync.cli.model.trainer import DemoTrainer
 from weightsync.cli.rl.engine import TokenTurns
 from weightsync.cli.scenario import Scenario
+from weightsync.reference.baselines import make_baseline
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.holdings import Holding
+from weightsync.reference.issue_order import OrderedTrainer
+from weightsync.reference.live_push import LiveBaseline, LiveTrainer
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.seams import Engine
+from weightsync.reference.source import Source
 from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.phantom import PhantomTarget
@@ -77,6 +83,14 @@ def without_kill(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update={"faults": scenario.faults.model_copy(update={"kill": None})})
 
 
+def optimizer_steps(scenario: Scenario, update: int) -> int:
+    """Optimizer steps before an update, from 1: with ``rl`` none before the first, which seeds the rollouts."""
+    work = scenario.workload
+    if work.kind != "rl":
+        return 1
+    return work.rl.num_iters_per_train_update if update > 1 else 0
+
+
 def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple[int, ...]:
     """Elements of each of the plan's pieces that change in ``step``, from 1, drawn at ``workload.density``.
 
@@ -89,6 +103,17 @@ def piece_counts(scenario: Scenario, deployment: Deployment, step: int) -> tuple
         total, numel = counts[piece.tensor], max(1, deployment.tensors[piece.tensor].numel)
         shares.append((piece.base + piece.count) * total // numel - piece.base * total // numel)
     return tuple(shares)
+
+
+def make_source(
+    scenario: Scenario, deployment: Deployment, rank: int, params: Mapping[str, Tensor], trainer: object
+) -> Source:
+    """A trainer rank's bytes, with the baseline of the scenario's policy; ``trainer`` is what changes ``params``."""
+    name, maps = scenario.policy.baseline, deployment.plan.maps[rank]
+    if scenario.policy.snapshot == "none":
+        return Source(deployment.plan, rank, params, LiveBaseline(maps, params))
+    marks = trainer.dirty if isinstance(trainer, (DemoTrainer, SyntheticTrainer)) else []
+    return Source(deployment.plan, rank, params, make_baseline(name, maps, marks[rank] if marks else None))
 
 
 def blank_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> Target:
@@ -107,8 +132,10 @@ def counted_target(scenario: Scenario, deployment: Deployment, rank: RankId) -> 
 
 def trainer_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Trainer:
     """The protocol's half of one trainer rank."""
-    routes = deployment.routes(scenario.policy.route)
-    return Trainer(
+    lead = verbs.me == deployment.trainers[0]
+    routes = deployment.routes(scenario.policy.route) if lead else None
+    kind = OrderedTrainer if scenario.policy.snapshot != "none" else LiveTrainer
+    return kind(
         verbs, deployment.plan, deployment.trainers, deployment.rollouts, settings(scenario), routes=routes
     )
 
@@ -119,16 +146,11 @@ def rollout_half(scenario: Scenario, deployment: Deployment, verbs: Verbs) -> Ro
     return Rollout(verbs, deployment.plan.fingerprint, ranks, deployment.trainers[0], settings(scenario))
 
 
+def priced(scenario: Scenario) -> dict[str, str]:
+    """Verb -> the name under which it is priced on simulated time, where that is another one."""
+    return {"snapshot": "snapshot_on_device"} if scenario.policy.snapshot == "device" else {}
+
+
 def local_bytes(row_map: RowMap) -> int:
     """Bytes of one runtime parameter on its rank."""
     return math.prod(row_map.local_shape) * row_map.dtype.itemsize
-
-
-async def push(half: Trainer, record: RankRecord) -> None:
-    """One update on one trainer rank, with its outcome and its time put into ``record``."""
-    logs.step(half, record)
-    start = half.verbs.now_ns()
-    try:
-        record.outcomes.append(await half.update())
-    finally:
-        record.inside.append((start, half.verbs.now_ns()))

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from weightsync.backends.gloo import GlooWorld
 from weightsync.backends.store import client_of
 from weightsync.cli import logs, parts, verify
 from weightsync.cli.desk import READY, Desk
+from weightsync.cli.pushing import Pushes
 from weightsync.cli.record import RankRecord
 from weightsync.cli.returns import await_returns
 from weightsync.cli.rl.engine import TokenTurns
@@ -38,6 +39,7 @@ from weightsync.cli.workload import WorkloadTrainer, deployment, make_trainer
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import Outcome
+from weightsync.reference.push import Pushed
 from weightsync.reference.rank import Verbs
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.seams import Engine
@@ -156,12 +158,15 @@ class TrainerRun(RankRun):
         self.tell = tell
         self.peers = self.deployment.trainers[1:]
         self.epoch = 0
+        self.exports: dict[int, dict[str, Tensor]] = {}
         self.samples: LeadSamples | PeerSamples | None = None
         self.trainer = self._make_trainer()
 
     def local(self) -> Source:
         """The shards of this rank."""
-        return Source(self.deployment.plan, self.me.rank, self.trainer.params)
+        return parts.make_source(
+            self.scenario, self.deployment, self.me.rank, self.trainer.params, self.trainer
+        )
 
     async def program(self, verbs: Verbs) -> None:
         """Step, wait for the others, push, audit; then release the rollouts."""
@@ -175,20 +180,24 @@ class TrainerRun(RankRun):
                 )
         else:
             self.desk.tell([self.lead], READY)
+        pushes = Pushes(self.scenario, half, self.record)
         try:
             for done in range(self.scenario.workload.steps):
                 if self.me == self.lead and done == self.scenario.workload.steps - 1:
+                    await asyncio.to_thread(self._audit, await pushes.join())
                     await await_returns(self.scenario, self.desk, half)
-                await asyncio.to_thread(self._step, done + 1)
+                await asyncio.to_thread(self._step, done + 1, pushes.publishes(done + 1))
+                await asyncio.to_thread(self._audit, await pushes.join())
                 await asyncio.to_thread(self._meet)
-                await parts.push(half, self.record)
+                ended = await pushes.publish(done + 1)
                 self.epoch = half.epoch
-                await asyncio.to_thread(self._audit, self.record.outcomes[-1])
+                await asyncio.to_thread(self._audit, ended)
                 if self.me == self.lead:
                     self.tell((await half.status(half.deadline_ns(ASK_NS))).to_dict())
                     self.progress(done + 1)
+            await asyncio.to_thread(self._audit, await pushes.join())
         finally:
-            await half.close()
+            await pushes.close()
 
     def _make_trainer(self) -> WorkloadTrainer:
         work, folder, layout = self.scenario.workload, self.errand.checkpoint, self.deployment
@@ -204,11 +213,15 @@ class TrainerRun(RankRun):
             self.samples = PeerSamples(self.desk)
         return RlTrainer(learner, self.samples)
 
-    def _step(self, number: int) -> None:
+    def _step(self, number: int, publishes: bool) -> None:
         self.trainer.collect()
         with self.job_span("train", number):
             said = self.trainer.step()
         self.record.curve.append({"step": number, **said})
+        if publishes and (self.me == self.lead or self.samples is not None):
+            export = self.trainer.export()  # only an RL trainer's is a collective
+            if export is not None:
+                self.exports[number] = export
 
     def _meet(self) -> None:
         if self.me == self.lead:
@@ -218,23 +231,22 @@ class TrainerRun(RankRun):
             self.desk.tell([self.lead], "stepped")
             self.desk.hear()
 
-    def _audit(self, outcome: Outcome) -> None:
-        if not outcome.committed or outcome.version is None:
-            return
-        if self.me != self.lead and self.samples is None:
-            return  # only an RL trainer's export is a collective
-        export = self.trainer.export()
-        if export is None:
-            return
+    def _audit(self, ended: Sequence[Pushed]) -> None:
+        for one in ended:
+            export = self.exports.pop(one.step, None)
+            if export is not None and one.outcome.committed and one.outcome.version is not None:
+                self._audit_one(one.outcome, one.outcome.version, export)
+
+    def _audit_one(self, outcome: Outcome, version: int, export: dict[str, Tensor]) -> None:
         if isinstance(self.samples, LeadSamples):
             self.samples.committed(outcome.members)
-        file = self.errand.export_file(outcome.version)
+        file = self.errand.export_file(version)
         save_file(export, file)
         members = [
             rank for number in sorted(outcome.members) for rank in self.deployment.rollouts[number].ranks
         ]
         self.desk.catch_up()
-        self.desk.tell(members, "audit", version=outcome.version)
+        self.desk.tell(members, "audit", version=version)
         words = self.desk.hear_all(members, "audited")
         file.unlink()
         for rank in (one for one in members if str(one) in words):

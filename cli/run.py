@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import difflib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from weightsync.backends.inprocess import InprocessWorld
 from weightsync.backends.registry import Registry
 from weightsync.cli import logs, parts, verify
 from weightsync.cli.launch import run_gloo
+from weightsync.cli.pushing import Pushes
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.rl.local import LocalJob
 from weightsync.cli.scenario import Scenario, ScenarioError
@@ -21,10 +24,12 @@ from weightsync.cli.telling import Tell, unheard
 from weightsync.cli.workload import WholeTrainer, deployment, make_trainer, prepare
 from weightsync.reference.errors import BackendUnavailable, DeadlineExceeded
 from weightsync.reference.members import RankId
+from weightsync.reference.protocol import Outcome
+from weightsync.reference.push import Pushed
 from weightsync.reference.rank import Verbs
 from weightsync.reference.source import Source
 from weightsync.reference.target import Target
-from weightsync.reference.trace import Trace
+from weightsync.reference.trace import Span, Trace
 from weightsync.sim.backend import SimCluster, SimEngine
 from weightsync.sim.costs import cost_ns
 from weightsync.sim.hardware import load_profile
@@ -73,6 +78,10 @@ def run(
             raise ScenarioError(
                 f"values = false counts bytes without moving them, but {backend} moves them; take sim"
             )
+    if backend != "sim" and scenario.policy.snapshot == "device":
+        raise ScenarioError(
+            f'policy.snapshot = "device" needs a device beside the host, which {backend} has not; take "host", or sim'
+        )
     if backend != "gloo" and scenario.faults.kill is not None:
         raise ScenarioError(f"faults.kill needs --backend gloo; on {backend} there is no process to kill")
     scenario = parts.seeded(scenario, seed)
@@ -103,6 +112,7 @@ class Ranks:
         self.deployment = deployment(scenario)
         self.workload = self._make_workload(prepare(scenario, scratch)) if scenario.values else None
         self.steps = 0
+        self.exports: dict[int, Mapping[str, Tensor]] = {}
         self.records = [RankRecord() for _ in self.deployment.trainers]
         self.audits: list[verify.Audit] = []
         self.targets: dict[RankId, Target] = {}
@@ -110,6 +120,8 @@ class Ranks:
         for rank in self.deployment.trainers:
             verbs = make_verbs(rank, self._source(rank), False)
             self.trainers.append(parts.trainer_half(scenario, self.deployment, verbs))
+        pairs = zip(self.trainers, self.records, strict=True)
+        self.pushes = [Pushes(scenario, half, record) for half, record in pairs]
         self.rollouts = {}
         for ref in self.deployment.rollouts:
             for rank in ref.ranks:
@@ -122,20 +134,24 @@ class Ranks:
         if self.workload is not None:
             self.workload.collect()
             self.records[0].curve.append({"step": self.steps, **self.workload.step()})
+            if self.pushes[0].publishes(self.steps):
+                self.exports[self.steps] = self.workload.export() or {}
 
-    def audit(self) -> None:
-        """Compare every rank of the last update's members with the trainer's export, if it was committed."""
-        outcome = self.records[0].outcomes[-1]
-        if self.workload is None or not outcome.committed or outcome.version is None:
-            return
-        export = self.workload.export() or {}
+    def audit(self, ended: Sequence[Pushed]) -> None:
+        """Compare every rank of each committed push's members with the trainer's export of that step."""
+        for one in ended:
+            export = self.exports.pop(one.step, None)
+            if export is not None and one.outcome.committed and one.outcome.version is not None:
+                self._audit(one.outcome, one.outcome.version, export)
+
+    def _audit(self, outcome: Outcome, version: int, export: Mapping[str, Tensor]) -> None:
         for number in sorted(outcome.members):
             for rank in self.deployment.rollouts[number].ranks:
-                if verify.is_flipped(self.scenario, rank, outcome.version):
+                if verify.is_flipped(self.scenario, rank, version):
                     verify.flip_bit(self.targets[rank].weights)
                 expected = self.deployment.weights(rank, export)
                 half = self.rollouts[rank]
-                self.audits.append(verify.audit(outcome.version, half, self.targets[rank], expected))
+                self.audits.append(verify.audit(version, half, self.targets[rank], expected))
                 logs.audited(self.audits[-1], half.verbs)
 
     def _make_workload(self, folder: Path | None) -> WholeTrainer:
@@ -147,10 +163,15 @@ class Ranks:
     def _source(self, rank: RankId) -> Source | PhantomSource:
         plan = self.deployment.plan
         if self.workload is not None:
-            return Source(plan, rank.rank, self.workload.params_of(rank.rank))
-        return PhantomSource(
-            plan, rank.rank, lambda: parts.piece_counts(self.scenario, self.deployment, self.steps)
-        )
+            return parts.make_source(
+                self.scenario, self.deployment, rank.rank, self.workload.params_of(rank.rank), self.workload
+            )
+
+        def counts() -> tuple[int, ...]:
+            step = self.pushes[rank.rank].schedule.publishing
+            return parts.piece_counts(self.scenario, self.deployment, step)
+
+        return PhantomSource(plan, rank.rank, counts, self.scenario.policy.baseline)
 
     def _target(self, rank: RankId) -> Target | PhantomTarget:
         if self.workload is None:
@@ -176,30 +197,32 @@ async def run_inprocess(
     async with asyncio.TaskGroup() as serving:
         for rollout in ranks.rollouts.values():
             serving.create_task(rollout.run())
-        pairs = list(zip(ranks.trainers, ranks.records, strict=True))
         for done in range(scenario.workload.steps):
             ranks.step()
-            await asyncio.gather(*(parts.push(half, record) for half, record in pairs))
-            ranks.audit()
+            ranks.audit((await asyncio.gather(*(one.join() for one in ranks.pushes)))[0])
+            ranks.audit((await asyncio.gather(*(one.publish(done + 1) for one in ranks.pushes)))[0])
             tell(look(ranks.trainers[0], ranks.rollouts).to_dict())
             progress(done + 1)
-        await asyncio.gather(*(half.close() for half in ranks.trainers))
+        ranks.audit((await asyncio.gather(*(one.join() for one in ranks.pushes)))[0])
+        await asyncio.gather(*(one.close() for one in ranks.pushes))
     return ranks.record("inprocess", trace, conditions="one process")
 
 
 def run_sim(scenario: Scenario, scratch: Path, progress: Progress, tell: Tell = unheard) -> RunRecord:
     """All ranks on simulated time. Steps and audits happen between two simulated instants."""
-    profile, trace = load_profile(scenario.hardware), Trace()
+    profile, trace, job = load_profile(scenario.hardware), Trace(), Trace()
     limit_ns = 2 * parts.settings(scenario).patience_ns
     with SimWorld() as world:
-        cluster = SimCluster(world, profile, lease_ns=scenario.policy.lease_ms * parts.MS)
+        cluster = SimCluster(
+            world, profile, lease_ns=scenario.policy.lease_ms * parts.MS, priced=parts.priced(scenario)
+        )
         layout = deployment(scenario)
 
         def make_verbs(me: RankId, local: Any, leads: bool) -> Verbs:
             engine = SimEngine(cluster, layout.rollouts[me.rollout].ranks) if leads else None
             return cluster.verbs(me, local, engine=engine, trace=trace)
 
-        def settle(programs: Mapping[RankId, Any], name: str, also: Any = ()) -> None:
+        def settle(programs: Mapping[RankId, Any], name: str, also: Any = ()) -> list[Any]:
             tasks = [cluster.clocks[str(rank)].spawn(program, name) for rank, program in programs.items()]
             hung = world.run([*tasks, *also], limit_ns=world.now_ns() + limit_ns)
             for task in (*tasks, *also):
@@ -207,25 +230,35 @@ def run_sim(scenario: Scenario, scratch: Path, progress: Progress, tell: Tell = 
                     task.result()
             if hung:
                 raise DeadlineExceeded(f"{name} on simulated time: {', '.join(map(str, hung))}")
+            return [task.result() for task in tasks]
 
         ranks = Ranks(scenario, scratch, make_verbs)
         serving = [cluster.clocks[str(r)].spawn(half.run(), "serve") for r, half in ranks.rollouts.items()]
 
-        async def step_and_push(index: int) -> None:
+        async def optimize(index: int) -> tuple[Pushed, ...]:
             half = ranks.trainers[index]
             nbytes = sum(parts.local_bytes(row_map) for row_map in layout.trainer_maps[index].values())
             clock = cluster.clocks[str(half.verbs.me)]
-            await clock.sleep_until(clock.now_ns() + cost_ns("optimizer", nbytes, profile))
-            await parts.push(half, ranks.records[index])
+            start, update = clock.now_ns(), ranks.steps
+            times = parts.optimizer_steps(scenario, update)
+            await clock.sleep_until(start + max(1, times) * cost_ns("optimizer", nbytes, profile))
+            if times and scenario.workload.kind == "rl":
+                job.add(Span(str(half.verbs.me), "train", "train", start, clock.now_ns(), update=update))
+            return await ranks.pushes[index].join()
+
+        def everywhere(program: Callable[[int], Any]) -> dict[RankId, Any]:
+            return {half.verbs.me: program(index) for index, half in enumerate(ranks.trainers)}
 
         for done in range(scenario.workload.steps):
             ranks.step()
-            settle({half.verbs.me: step_and_push(i) for i, half in enumerate(ranks.trainers)}, "update")
-            ranks.audit()
+            ranks.audit(settle(everywhere(optimize), "step")[0])
+            publish = everywhere(lambda index, step=done + 1: ranks.pushes[index].publish(step))  # type: ignore[misc]
+            ranks.audit(settle(publish, "update")[0])
             tell(look(ranks.trainers[0], ranks.rollouts).to_dict())
             progress(done + 1)
-        settle({half.verbs.me: half.close() for half in ranks.trainers}, "close", serving)
+        ranks.audit(settle(everywhere(lambda index: ranks.pushes[index].join()), "join")[0])
+        settle(everywhere(lambda index: ranks.pushes[index].close()), "close", serving)
         races = [str(race) for race in cluster.ledger.races]
     guesses = "every number a guess" if len(profile.of_kind("guess")) == len(profile.quantities) else ""
     conditions = ", ".join(filter(None, (f"sim, profile {profile.name}", guesses)))
-    return ranks.record("sim", trace, races=races, conditions=conditions)
+    return ranks.record("sim", trace, races=races, conditions=conditions, job=job)

@@ -62,10 +62,16 @@ class Scenario(Table):
                 raise ValueError(
                     'faults.kill needs policy.on_rollout_loss = "continue"; with "fail" the run would end there'
                 )
+        if self.workload.kind == "rl" and self.policy.baseline == "dirty":
+            raise ValueError(
+                'policy.baseline = "dirty" needs an optimizer that marks what it writes, which workload.kind = "rl" '
+                'has not; take "whole" or "shards"'
+            )
         if self.workload.kind == "rl" and not self.values:
             raise ValueError(
                 'workload.kind = "rl" needs values = true; rollouts sample from the weights they hold'
             )
+        self._check_push()
         if self.workload.kind == "rl" and not self.trainer.layout.pure_tp:
             raise ValueError(
                 'workload.kind = "rl" needs a trainer of tensor-parallel ranks only; set pp, ep, dp and cp of trainer '
@@ -77,6 +83,36 @@ class Scenario(Table):
                 'workload.kind = "synthetic" for model.family'
             )
         return self
+
+    def _check_push(self) -> None:
+        """Refuse a way to push that could not be kept, rather than leave a key without effect."""
+        policy, rl, kind = self.policy, self.workload.rl, self.workload.kind
+        if rl.correction != "none" and kind != "rl":
+            raise ValueError(
+                f'workload.rl.correction needs workload.kind = "rl"; "{kind}" trains on no samples'
+            )
+        if policy.publish_interval > 1 and kind == "rl" and rl.correction == "none":
+            raise ValueError(
+                f"policy.publish_interval is {policy.publish_interval}, so samples are of older weights than "
+                'those that learn from them; set workload.rl.correction = "tis", or publish every step'
+            )
+        if policy.publish_interval > 1 and not self.values:
+            raise ValueError(
+                f"policy.publish_interval is {policy.publish_interval} and needs values = true; what several steps "
+                "change together is found in the weights only"
+            )
+        if policy.snapshot == "none" and not self.values:
+            raise ValueError(
+                'policy.snapshot = "none" needs values = true; what is only counted has no live weights to send'
+            )
+        if policy.snapshot == "none" and policy.baseline != "whole":
+            raise ValueError(
+                f'policy.baseline = "{policy.baseline}" needs snapshots, and policy.snapshot is "none"; set one of them'
+            )
+        if policy.snapshot == "none" and policy.route == "owned":
+            raise ValueError(
+                'policy.snapshot = "none" sends everything to everybody; leave policy.route at "all"'
+            )
 
     def _require_rank(self, fault: str, rollout: int, rank: int) -> None:
         if rollout >= len(self.rollouts):

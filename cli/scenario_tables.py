@@ -8,11 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightsync.cli.model.config import DTYPES
 from weightsync.cli.model.families import make_family
-from weightsync.reference.errors import WeightSyncError
+from weightsync.reference.batching.minibatch import rechunked
+from weightsync.reference.errors import BatchError, WeightSyncError
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
 from weightsync.reference.parallel import RolloutLayout, TrainerLayout
 from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
+from weightsync.reference.wire.forms import Values
 from weightsync.reference.wire.policy import FIXED, LINK_BYTES_PER_S, WirePolicy
 
 MIB = 1 << 20
@@ -152,7 +154,11 @@ class Rl(Table):
 
     ``lr`` of the workload holds for a share ``decay_from`` of the steps, then falls by equal factors to ``lr_last``.
     ``entropy`` weighs the policy's entropy, in nats per token, against the advantages, which keeps it from settling
-    on wrong answers early; the weight falls with the step size.
+    on wrong answers early; the weight falls with the step size. ``correction`` ``"tis"`` weighs each token by how much
+    likelier it is now than when it was drawn, at most ``learner.TIS_CAP`` times.
+
+    ``num_iters_per_train_update`` cuts a step's samples into so many equal consecutive pieces, each of which is one
+    optimizer step; advantages are those of the whole batch.
     """
 
     task: Literal["reverse", "add"] = "reverse"
@@ -165,6 +171,16 @@ class Rl(Table):
     lr_last: float = Field(default=1e-6, gt=0.0)
     decay_from: float = Field(default=0.5, ge=0.0, le=1.0)
     entropy: float = Field(default=0.0, ge=0.0)
+    correction: Literal["none", "tis"] = "none"
+    num_iters_per_train_update: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _pieces(self) -> Rl:
+        try:
+            rechunked(self.prompts * self.samples, self.num_iters_per_train_update)
+        except BatchError as error:
+            raise ValueError(f"{error}: prompts {self.prompts} times samples {self.samples}") from None
+        return self
 
 
 class Workload(Table):
@@ -200,11 +216,15 @@ class Policy(Table):
     the form that is written, sent over a link of ``link_bytes_per_s`` and read in the least time.
     """
 
+    push: Literal["sync", "async"] = "sync"
+    snapshot: Literal["host", "device", "none"] = "host"
+    publish_interval: int = Field(default=1, ge=1)
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
     encoding: str = FIXED
     link_bytes_per_s: float = Field(default=LINK_BYTES_PER_S, gt=0)
-    verify_every: int = Field(default=1, ge=0)
+    baseline: Literal["whole", "shards", "dirty"] = "whole"
+    verify_every: int = Field(default=10, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     update_ms: int = Field(default=60_000, ge=1)
@@ -213,10 +233,15 @@ class Policy(Table):
     @model_validator(mode="after")
     def _known_encoding(self) -> Policy:
         try:
-            WirePolicy(self.encoding)
+            self.wire()
         except WeightSyncError as error:
             raise ValueError(f"policy.encoding: {error}") from None
         return self
+
+    def wire(self) -> WirePolicy:
+        """How updates are encoded, as far as the baseline knows the old bits."""
+        allowed = (Values[name.upper()] for name in named(self.baseline).encodings)
+        return WirePolicy(self.encoding, self.link_bytes_per_s).allowing(allowed)
 
 
 class FlipBit(Table):

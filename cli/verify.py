@@ -56,7 +56,7 @@ def audit(version: int, half: Rollout, target: Target, expected: Mapping[str, Te
         str(half.verbs.me),
         half.version,
         half.dirty,
-        run(target.digest()),
+        run(target.digest(afresh=True)),
         differences(expected, target.weights),
     )
 

@@ -18,7 +18,6 @@ from weightsync.cli.scenario import Scenario, ScenarioError
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.families import Experts
 from weightsync.reference.modules import Model
-from weightsync.reference.wire.policy import WirePolicy
 
 
 class WorkloadTrainer(Protocol):
@@ -81,7 +80,7 @@ def deployment(scenario: Scenario) -> Deployment:
         scenario.policy.bucket_bytes,
         scenario.model.trainer_vocab_multiple,
         scenario.model.rollout_vocab_multiple,
-        wire=WirePolicy(scenario.policy.encoding, scenario.policy.link_bytes_per_s),
+        wire=scenario.policy.wire(),
     )
 
 
@@ -105,13 +104,21 @@ def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> DemoTrai
     ``folder`` is what ``prepare`` returned. The trainers of an ``rl`` workload need groups: see ``cli.rl``.
     """
     work, layout = scenario.workload, deployment(scenario)
+    dirty = scenario.policy.baseline == "dirty"
     if work.kind == "rl":
         raise ScenarioError(
             'workload.kind is "rl", whose trainers are LocalJob and RlTrainer; make one of them'
         )
     if work.kind == "train" and folder is not None:
         return DemoTrainer(
-            folder, rank, layout, lr=work.lr, seed=work.seed, batch=work.batch, tokens=work.tokens
+            folder,
+            rank,
+            layout,
+            lr=work.lr,
+            seed=work.seed,
+            batch=work.batch,
+            tokens=work.tokens,
+            dirty=dirty,
         )
     return SyntheticTrainer(
         layout,
@@ -119,6 +126,7 @@ def make_trainer(scenario: Scenario, rank: int, folder: Path | None) -> DemoTrai
         density=work.density,
         seed=work.seed,
         weights=None if folder is None else load_weights(folder, layout.model),
+        dirty=dirty,
     )
 
 

@@ -1,6 +1,7 @@
 """What is right: the pure core of a weight update, its protocol and its oracles."""
 
 from weightsync.reference.attribute_ledger import AttributeLedger
+from weightsync.reference.audit import AuditReport
 from weightsync.reference.buckets import Bucket
 from weightsync.reference.capture import Captured
 from weightsync.reference.delta import SparsePatch, UndoLog
@@ -42,6 +43,7 @@ from weightsync.reference.trainer import Trainer
 __all__ = [
     "AttributeLedger",
     "AttributeMismatch",
+    "AuditReport",
     "BackendUnavailable",
     "BaselineSlots",
     "Bucket",

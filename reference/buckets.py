@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from weightsync.reference.encoding import Encoding, as_bytes, padded, read_section
@@ -38,7 +37,7 @@ from weightsync.reference.wire.streams import Zstd
 __all__ = [
     "ABORT", "DELTA", "END", "END_BYTES", "FULL", "HEADER_BYTES", "KINDS", "NO_BASE", "TABLE_ENTRY_BYTES",
     "Bucket", "BucketSpec", "End", "Header", "Heading", "Range", "RangeSpec",
-    "abort_bucket", "check_payload", "end_bucket", "pack_bucket", "read_abort", "read_end", "unpack",
+    "abort_bucket", "check_payload", "end_bucket", "pack_bucket", "read_abort", "read_end", "seal", "unpack",
 ]  # fmt: skip
 
 TABLE_ENTRY = struct.Struct("<IB3sqQQ")
@@ -106,17 +105,17 @@ def pack_bucket(
         offset += padded(size)
     if entries:
         payload[:table] = torch.frombuffer(entries, dtype=torch.uint8)
-    return _seal(heading, len(ranges), payload)
+    return seal(heading, len(ranges), payload)
 
 
 def end_bucket(heading: Heading, digest: int, buckets: int, nbytes: int) -> Bucket:
     """The trailer of a success, for the update that ``heading`` belongs to."""
-    return _seal(replace(heading, kind=END), 0, _tensor(TRAILER.pack(digest, buckets, nbytes)))
+    return seal(replace(heading, kind=END), 0, _tensor(TRAILER.pack(digest, buckets, nbytes)))
 
 
 def abort_bucket(heading: Heading, reason: str, status: int = 1) -> Bucket:
     """The trailer of a failure: receivers roll back. ``reason`` travels as UTF-8."""
-    return _seal(replace(heading, kind=ABORT), 0, _tensor(reason.encode()), status)
+    return seal(replace(heading, kind=ABORT), 0, _tensor(reason.encode()), status)
 
 
 def check_payload(bucket: Bucket) -> None:
@@ -132,11 +131,10 @@ def check_payload(bucket: Bucket) -> None:
             f"{name} carries {payload.numel()} elements of {payload.dtype}, expected {header.payload_bytes} "
             "bytes of torch.uint8; send exactly what the header announces"
         )
-    found = _checksum(payload)
+    found = header.sum_with(_raw(payload))
     if found != header.checksum:
         raise PatchMismatch(
-            f"{name} has payload checksum {found.hex()}, expected {header.checksum.hex()}; send the update "
-            "again"
+            f"{name} has checksum {found.hex()}, expected {header.checksum.hex()}; send the update again"
         )
 
 
@@ -249,12 +247,14 @@ def _check_trailer(bucket: Bucket, kind: str) -> None:
     check_payload(bucket)
 
 
-def _seal(heading: Heading, ranges: int, payload: Tensor, status: int = 0) -> Bucket:
-    return Bucket(Header(heading, ranges, payload.numel(), _checksum(payload), status), payload)
+def seal(heading: Heading, ranges: int, payload: Tensor, status: int = 0) -> Bucket:
+    """The bucket of a uint8 payload, which it shares, with a header that announces it, sums included."""
+    bare = Header(heading, ranges, payload.numel(), bytes(16), status)
+    return Bucket(replace(bare, checksum=bare.sum_with(_raw(payload))), payload)
 
 
-def _checksum(payload: Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(as_bytes(payload).cpu().numpy().data)
+def _raw(payload: Tensor) -> memoryview:
+    return as_bytes(payload).cpu().numpy().data
 
 
 def _tensor(raw: bytes) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bitwise change detection, sparse patches, and in-place writes that can be undone.
+"""Sparse patches, and in-place writes that can be undone.
 
 Everything works on integer views: a NaN equals itself, and 0.0 to -0.0 is a change. Positions are flat in the
 row-major order of a tensor's shape, whatever its strides.
@@ -7,43 +7,17 @@ row-major order of a tensor's shape, whatever its strides.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from weightsync.reference.detect import Detector
 from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.steps import Step, Touched, run
 
-WIDE = 1 << 31
-"""From this many elements on, a tensor's positions do not fit int32."""
-
-_WORDS_AT_ONCE = 1 << 16
 _CELLS_AT_ONCE = 1 << 14
-_SPARSE_FROM = 200  # look into differing words only where fewer than one in this many differs
-_LANES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-def changed(new: Tensor, old: Tensor) -> Tensor:
-    """Flat positions, int64 (n,) ascending, at which two tensors of one dtype and shape differ in any bit.
-
-    On the host, words of eight bytes are compared and only the words that differ are looked into; equal to
-    ``changed_plain``, which other devices use.
-    """
-    _require_alike(new, old)
-    left, right = int_view(new), int_view(old)
-    if left.device.type != "cpu" or right.device.type != "cpu":
-        return changed_plain(new, old)
-    return torch.from_numpy(_changed_words(left.numpy(), right.numpy()))
-
-
-def changed_plain(new: Tensor, old: Tensor) -> Tensor:
-    """The same positions by the obvious comparison of integer views: the oracle of ``changed``."""
-    _require_alike(new, old)
-    return torch.nonzero(int_view(new) != int_view(old)).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,8 +40,10 @@ class SparsePatch:
         return self.positions.numel()
 
 
-def diff(meta: ParamMeta, new: Tensor, old: Tensor) -> SparsePatch:
+def diff(meta: ParamMeta, new: Tensor, old: Tensor, detector: Detector | None = None) -> SparsePatch:
     """The patch that turns ``old`` into ``new``, both of ``meta``'s dtype and shape; nothing is advanced.
+
+    ``detector`` lends its threads; without one the caller's thread compares alone.
 
     Raises:
         PatchMismatch: a tensor has another dtype or shape. A cast belongs before the diff: in fp32 more
@@ -80,10 +56,8 @@ def diff(meta: ParamMeta, new: Tensor, old: Tensor) -> SparsePatch:
                 f"{meta.dtype} {list(meta.shape)}; cast it once, before the diff and before its metadata is "
                 "written"
             )
-    positions = changed(new, old)
-    bits = int_view(new).index_select(0, positions)
-    width = torch.int64 if meta.numel >= WIDE else torch.int32
-    return SparsePatch(meta, positions.to(width), bits.view(meta.dtype))
+    found = (detector or Detector()).find(new, old, old_bits=False)
+    return SparsePatch(meta, found.positions, found.new.view(meta.dtype))
 
 
 def check_positions(name: str, numel: int, positions: Tensor, *, base: int = 0, after: int = -1) -> None:
@@ -259,38 +233,3 @@ def apply(patch: SparsePatch, target: Tensor, log: UndoLog | None = None) -> int
     else:
         log.overwrite(cells, positions, int_view(patch.values))
     return patch.nnz
-
-
-def _require_alike(new: Tensor, old: Tensor) -> None:
-    if new.dtype != old.dtype or new.shape != old.shape:
-        raise PatchMismatch(
-            f"tensors to compare are {new.dtype} {list(new.shape)} and {old.dtype} {list(old.shape)}, "
-            "expected one dtype and shape; cast before the diff"
-        )
-
-
-def _changed_words(new: NDArray[Any], old: NDArray[Any]) -> NDArray[np.int64]:
-    itemsize = new.dtype.itemsize
-    lanes = 8 // itemsize
-    words = new.size // lanes
-    head = slice(0, words * lanes)
-    left, right = new[head].view(np.int64), old[head].view(np.int64)
-    found: list[NDArray[np.int64]] = []
-    for start in range(0, words, _WORDS_AT_ONCE):
-        a, b = left[start : start + _WORDS_AT_ONCE], right[start : start + _WORDS_AT_ONCE]
-        mask = a != b
-        count = np.count_nonzero(mask)
-        if count == 0:
-            continue
-        if lanes > 1 and count * _SPARSE_FROM > mask.size:
-            # So many words differ that looking into each costs more than comparing every element.
-            taken = slice(start * lanes, start * lanes + mask.size * lanes)
-            found.append(np.flatnonzero(new[taken] != old[taken]) + taken.start)
-            continue
-        differing = np.flatnonzero(mask)
-        if lanes > 1:
-            which = np.flatnonzero((a[differing] ^ b[differing]).view(_LANES[itemsize]))
-            differing = differing[which // lanes] * lanes + which % lanes
-        found.append(differing + start * lanes)
-    tail = np.flatnonzero(new[words * lanes :] != old[words * lanes :]) + words * lanes
-    return np.concatenate([*found, tail]).astype(np.int64, copy=False)

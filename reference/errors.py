@@ -48,6 +48,10 @@ class PlanMismatch(WeightSyncError):
     """Two sides, or two ranks, disagree about the tensors, their shapes or how they are cut."""
 
 
+class BatchError(WeightSyncError, ValueError):
+    """Samples cannot be cut into batches as asked, or batches do not fit together. Every rank raises it alike."""
+
+
 class ProbeError(WeightSyncError):
     """A probed export or a captured loader does more, or less, than move elements."""
 
@@ -126,3 +130,7 @@ class RemoteError(WeightSyncError):
 
 class GroupBroken(WeightSyncError):
     """A data group saw a timeout or an error and is dead; only a new group epoch connects again."""
+
+
+class TagError(WeightSyncError):
+    """A snapshot tag that does not exist or holds nothing, or an operation that would lose weights silently."""

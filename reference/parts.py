@@ -12,6 +12,7 @@ from torch import Tensor
 from weightsync.reference.encoding import as_bytes, padded, write_section
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import int_view
+from weightsync.reference.pieces import OwnedRows
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.wire.forms import Values
 from weightsync.reference.wire.values import coded
@@ -40,6 +41,7 @@ def part_jobs(
     counts: Sequence[int],
     patches: Mapping[int, tuple[Tensor, Tensor, Tensor | None]],
     tensors: Mapping[str, Tensor],
+    rows_in: Callable[[OwnedRows], OwnedRows],
 ) -> tuple[Tensor, list[Callable[[], None]]]:
     """The part's memory, and what fills it: one job a section, to be done in any order.
 
@@ -50,6 +52,7 @@ def part_jobs(
         counts: changed elements of this rank per piece.
         patches: piece number -> positions, new bits and old bits, as in ``Changes``.
         tensors: the snapshot that dense pieces are read from, by runtime name.
+        rows_in: where a rank's rows are in what the snapshot kept of their parameter.
 
     Raises:
         PlanMismatch: a sparse piece has no patch, or one without the old bits that its value form needs.
@@ -61,7 +64,7 @@ def part_jobs(
         if dense:
             for rows in plan.owned_rows(rank, number):
                 size = rows.numel * plan.tensors[plan.pieces[number].tensor].itemsize
-                jobs.append(_reader(rows.read, tensors[rows.param], payload[offset : offset + size]))
+                jobs.append(_reader(rows_in(rows).read, tensors[rows.param], payload[offset : offset + size]))
                 offset += size
         elif counts[number]:
             if number not in patches:

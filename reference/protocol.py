@@ -24,7 +24,9 @@ class ProtocolSettings:
             room for one update; ``"stream"``: generation is paused for the whole update.
         route: ``"all"``: every rollout rank is sent the whole update; ``"owned"``: only what it holds, for which the
             lead's ``Trainer`` needs its routes and a rollout's ``Target`` the same word.
-        verify_every: compare full digests every this many updates; 0 never.
+        verify_every: digests are compared at every update; every this many, all elements are read for them, on both
+            sides. In between they follow the changes, which cannot show a bit that flipped where nothing was
+            written. 0: never.
         on_rollout_loss: ``"fail"``: a lost rollout ends the run, named; ``"continue"``: the others go on.
         connect_ns: deadline of connecting, from its start.
         update_ns: one deadline for everything after connecting, from its start.
@@ -37,7 +39,7 @@ class ProtocolSettings:
 
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
-    verify_every: int = 1
+    verify_every: int = 10
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     connect_ns: int = 10_000_000_000
     update_ns: int = 60_000_000_000
@@ -59,7 +61,7 @@ class ProtocolSettings:
             )
 
     def verifies(self, update: int) -> bool:
-        """True when the digests of this update, counted from 1, are compared."""
+        """True when every element is read for the digests of this update, counted from 1."""
         return self.verify_every > 0 and update % self.verify_every == 0
 
 

@@ -278,9 +278,9 @@ class Verbs:
         """Bytes written in place, O(changed); with ``undo`` the old bits are kept until commit. Rollout."""
         return await self._local("apply", lambda: self.local.apply(decoded, undo), lambda written: written)
 
-    async def digest(self) -> int:
-        """This rank's share of the digest of the weights it holds, signed 64 bit. Rollout."""
-        return await self._local("digest", lambda: self.local.digest())
+    async def digest(self, afresh: bool = False) -> int:
+        """This rank's share of the digest of its weights, signed 64 bit; ``afresh`` reads every element. Rollout."""
+        return await self._local("digest", lambda: self.local.digest(afresh=afresh))
 
     async def compare_digests(self, found: int, expected: int) -> bool:
         """True when two digests are equal. Rollout."""

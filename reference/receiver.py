@@ -158,11 +158,11 @@ class Receiver:
         return update.receiving
 
     async def install_all(self, update: Receiving) -> int:
-        """Apply what was staged; this rank's share of the digest, or 0 when this update is not verified."""
+        """Apply what was staged; this rank's share of the digest, recounted when this update is verified."""
         for decoded in update.staged:
             await self.install(update, decoded)
         update.staged.clear()
-        return await self.verbs.digest() if self.verifies() else 0
+        return await self.verbs.digest(afresh=self.verifies())
 
     async def install(self, update: Receiving, decoded: Any) -> None:
         """Write one bucket; a delta keeps the old bits, a full update has no cheap undo."""
@@ -209,19 +209,17 @@ class Receiver:
         return self.update
 
     async def prove(self, update: Receiving, digest: int) -> None:
-        """Return if ``digest``, over all ranks of the rollout, is the trainer's, or is not compared this time.
+        """Return if ``digest``, over all ranks of the rollout, is the trainer's.
 
         Raises PatchMismatch otherwise; this rank is dirty then, and a full update heals it.
         """
-        if not self.verifies():
-            return
         if update.digest is None or not await self.verbs.compare_digests(digest, update.digest):
             why = f"its digest in version {update.version} is {digest}, the trainer's is {update.digest}"
             self.soil(why)
             raise PatchMismatch(f"{self.verbs.me}: {why}; a full update heals it")
 
     def verifies(self) -> bool:
-        """True when this update's digests are compared."""
+        """True when every element is read for this update's digest."""
         return self.settings.verifies(self.verbs.update)
 
     def mark(self, update: Receiving) -> None:

@@ -14,6 +14,9 @@ from weightsync.reference.clock import Clock, Future
 from weightsync.reference.errors import DeadlineExceeded, GroupBroken, PlanMismatch
 from weightsync.reference.members import Group, RankId
 
+REMEMBERED_DEATHS = 64
+"""Dead groups that a process knows of, for a member that comes late."""
+
 
 @dataclass
 class Meeting:
@@ -119,6 +122,9 @@ class Meetings:
         """The rendezvous of ``group``, made on first use; raises GroupBroken when its members differ."""
         rendezvous = self._groups.get(group.key)
         if rendezvous is None:
+            dead = [key for key, one in self._groups.items() if one.broken is not None]
+            for key in dead[:-REMEMBERED_DEATHS]:
+                del self._groups[key]
             rendezvous = Rendezvous(group, lambda meeting: self._complete(self._groups[group.key], meeting))
             self._groups[group.key] = rendezvous
         if rendezvous.group.members != group.members:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from weightsync.reference.audit import audit_rollout
 from weightsync.reference.control import Request
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import (
@@ -57,6 +58,7 @@ class Rollout(Receiver):
         self.handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any] | None]]] = {
             "hello": self.hello, "start": self.start, "prepare": self.prepare, "apply": self.apply,
             "commit": self.commit, "abort": self.abort, "rollback": self.rolled_back, "status": self.status,
+            "audit": self.audit,
         }  # fmt: skip
 
     # ---- the loop --------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ class Rollout(Receiver):
         self.highest = max(
             self.highest, request.body.get("highest", 0)
         )  # a new process has tried nothing yet
-        reports = await self.order("hello", request.body, self._deadline(request))
+        reports = await self.order("hello", request.body, self.deadline_of(request))
         for rank, report in zip(self.followers, reports, strict=True):
             self.highest = max(self.highest, report["highest"])
             if report["dirty"] is not None or report["version"] != self.version:
@@ -140,7 +142,7 @@ class Rollout(Receiver):
 
     async def start(self, request: Request) -> Mapping[str, Any]:
         """Get ready for one version on every rank, and begin to receive it."""
-        update = await self.begin(request.body, self._deadline(request))
+        update = await self.begin(request.body, self.deadline_of(request))
         try:
             await self.order("start", request.body, update.deadline_ns)
         except Exception as error:
@@ -199,7 +201,7 @@ class Rollout(Receiver):
                 raise StaleVersion(
                     f"version {version} is not prepared on {self.verbs.me}; it cannot be committed"
                 )
-            await self.keep(update, self._deadline(request))
+            await self.keep(update, self.deadline_of(request))
         if self.leader and not self.resumed and self.update is None:
             await self.resume()
         return {}
@@ -234,6 +236,10 @@ class Rollout(Receiver):
     async def status(self, request: Request) -> Mapping[str, Any]:
         """What this rank holds, whether it generates, and if not, why; and a rank of this rollout that is lost."""
         return RankStatus.of(self).to_dict() | {"lost": self.lost}
+
+    async def audit(self, request: Request) -> Mapping[str, Any]:
+        """Count every element that this rollout holds; one whose digest is not the trainer's is dirty."""
+        return await audit_rollout(self, request)
 
     # ---- ways out --------------------------------------------------------------------------------------------
 
@@ -274,7 +280,8 @@ class Rollout(Receiver):
         calls = [self.fanout.ask(rank, op, body, deadline_ns) for rank in self.followers]
         return await self.fanout.all_or_first_error(calls, deadline_ns)
 
-    def _deadline(self, request: Request) -> int:
+    def deadline_of(self, request: Request) -> int:
+        """When the answer to a request is of no use any more."""
         return request.deadline_ns or self.verbs.now_ns() + self.settings.update_ns
 
     def _ends_ns(self) -> int | None:

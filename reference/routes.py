@@ -48,15 +48,16 @@ class Route:
     def cuts(self, group: GatherGroup, counts: Sequence[int]) -> tuple[BucketSpec, ...]:
         """How what is sent of a gather group is cut; ``counts`` are its elements, per piece of the group.
 
-        A piece travels dense here where it was gathered dense. None when nothing is sent.
+        A piece travels dense here where it was gathered dense. No bucket when nothing is sent.
         """
         if self.is_whole:
             return group.buckets
-        ranges = (
-            self.plan.range_of(piece, form, count, self.holding.tensors[piece.tensor].itemsize)
-            for number, form, count in zip(group.pieces, group.forms, counts, strict=True)
-            if (piece := self.pieces[number]) and count
-        )
+        ranges = []
+        for number, form, count in zip(group.pieces, group.forms, counts, strict=True):
+            if count:
+                piece = self.pieces[number]
+                itemsize = self.holding.tensors[piece.tensor].itemsize
+                ranges.append(self.plan.range_of(piece, form, count, itemsize))
         return cut_buckets(ranges, self.holding.tensors, self.plan.bucket_bytes)
 
     def estimate(self, group: GatherGroup, counts: Sequence[int]) -> tuple[int, ...]:
@@ -79,6 +80,8 @@ class Route:
         cut = self.holding.cuts[piece.tensor]
         if cut is None:
             return piece
+        if piece.base == 0 and piece.count == self.plan.tensors[piece.tensor].numel:
+            return Piece(piece.tensor, 0, cut.numel)
         base, end = cut.before(piece.base), cut.before(piece.base + piece.count)
         return Piece(piece.tensor, base, end - base)
 
@@ -118,6 +121,8 @@ def choose_routes(
         PlanMismatch: owned routes were given without being asked for, or the other way round, or one of the rollout
         ranks is not on exactly one of them.
     """
+    if route not in ("all", "owned"):
+        raise PlanMismatch(f"route is {route!r}, expected 'all' or 'owned'; correct the settings")
     if (route == "owned") != (owned is not None):
         given = "none were" if owned is None else f"{len(owned)} owned ones were"
         raise PlanMismatch(

@@ -24,10 +24,16 @@ class SnapshotSlots:
 
     Args:
         dtypes: name -> the dtype that travels; a live tensor of another floating dtype is cast once, here.
+        rows: name -> rows int64 (k,) and their width: all that is kept of that tensor, seen as rows of so many
+            elements. Its copy is (k, width) and carries no attributes.
     """
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(
+        self, dtypes: Mapping[str, torch.dtype], rows: Mapping[str, tuple[Tensor, int]] | None = None
+    ) -> None:
         self._dtypes = dict(dtypes)
+        self._rows = dict(rows or {})
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._copies: list[dict[str, Tensor]] = [{} for _ in range(SLOTS)]
         self._whole = [False] * SLOTS
 
@@ -50,21 +56,23 @@ class SnapshotSlots:
                 raise PlanMismatch(
                     f"parameter {name!r} is not among the live parameters, expected every planned one"
                 )
-            _check_cast(name, params[name], dtype, copies.get(name))
+            _check_cast(name, params[name], dtype, self._shapes.get(name))
             if name not in copies:
-                copies[name] = torch.empty(params[name].shape, dtype=dtype)
+                self._shapes[name] = tuple(params[name].shape)
+                copies[name] = torch.empty(self._kept_shape(name), dtype=dtype)
         total = sum(copies[name].nbytes for name in self._dtypes)
         touched = Touched(total, reads=("live",), writes=(f"slot{slot}",))
         moved, paused = 0, False
         for name in self._dtypes:
-            source, copy = params[name].detach(), copies[name]
+            source, copy = self._kept(name, params[name].detach()), copies[name]
             for part in _parts(copy, total / 2 - moved):
                 if not paused and moved >= total / 2:
                     paused = True
                     yield touched
                 _copy(source[part], copy[part])
                 moved += copy[part].nbytes
-            carry(params[name], copy)
+            if name not in self._rows:
+                carry(params[name], copy)
         if not paused:
             yield touched
         self._whole[slot] = True
@@ -81,6 +89,23 @@ class SnapshotSlots:
                 f"snapshot slot {slot} holds no whole snapshot, expected one; snapshot into it first"
             )
         return self._copies[slot]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that were allocated so far."""
+        return sum(copy.nbytes for copies in self._copies for copy in copies.values())
+
+    def _kept_shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._rows:
+            return self._shapes[name]
+        rows, width = self._rows[name]
+        return len(rows), width
+
+    def _kept(self, name: str, source: Tensor) -> Tensor:
+        if name not in self._rows:
+            return source
+        rows, width = self._rows[name]
+        return source.reshape(-1, width)[rows]
 
 
 @dataclass
@@ -151,15 +176,15 @@ def _checked(slot: int) -> int:
     return slot
 
 
-def _check_cast(name: str, live: Tensor, dtype: torch.dtype, copy: Tensor | None) -> None:
+def _check_cast(name: str, live: Tensor, dtype: torch.dtype, before: tuple[int, ...] | None) -> None:
     if live.dtype != dtype and not (live.is_floating_point() and dtype.is_floating_point):
         raise PlanMismatch(
             f"parameter {name!r} is {live.dtype}, its plan says {dtype}, expected a cast between floating "
             "dtypes; plan the dtype that the parameter has"
         )
-    if copy is not None and copy.shape != live.shape:
+    if before is not None and before != tuple(live.shape):
         raise PlanMismatch(
-            f"parameter {name!r} has shape {list(live.shape)}, its snapshot {list(copy.shape)}, expected no "
+            f"parameter {name!r} has shape {list(live.shape)}, its snapshot {list(before)}, expected no "
             "change; make a new source for the new shape"
         )
 

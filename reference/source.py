@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from weightsync.reference.baselines import Baseline, WholeBaseline
 from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
-from weightsync.reference.delta import changed
-from weightsync.reference.digest import OwnedDigest, combine, digest_sum, key
+from weightsync.reference.changes import Changes, Found, collect, in_pieces
+from weightsync.reference.detect import Detector
+from weightsync.reference.digest import OwnedDigest, combine
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
 from weightsync.reference.narrowing import narrow
-from weightsync.reference.params import int_view
 from weightsync.reference.parts import Part, part_jobs
-from weightsync.reference.pieces import Piece
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
-from weightsync.reference.rowtables import by_output
-from weightsync.reference.snapshot import SnapshotSlots
 from weightsync.reference.steps import Step, Touched
 from weightsync.reference.wire.streams import Zstd
 
@@ -35,32 +32,6 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Changes:
-    """What one rank tells of the difference between two slots, in checkpoint coordinates.
-
-    Attributes:
-        slot: the slot with the new bits.
-        base: the slot compared with; None when nothing was, and every owned element counts as changed.
-        counts: changed elements per piece of the plan, owned by this rank.
-        patches: piece number -> positions relative to the piece's base, int32 (n,) ascending, the new bits, and the
-        bits of ``base``, or None where nothing knows them.
-        nbytes: bytes of the patches.
-        digest_change: what the rank's share of the digest changes by, from ``base`` to ``slot``.
-    """
-
-    slot: int
-    base: int | None
-    counts: tuple[int, ...]
-    patches: Mapping[int, tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=dict)
-    nbytes: int = 0
-    digest_change: int = 0
-
-    @property
-    def nnz(self) -> int:
-        """Changed elements of this rank."""
-        return sum(self.counts)
-
-
 class Source:
     """The bytes of one trainer rank.
 
@@ -68,21 +39,34 @@ class Source:
         plan: equal on every rank.
         rank: this rank, an index into ``plan.maps``.
         params: live parameters by runtime name; looked up anew at every snapshot.
+        baseline: what changes are told by, of ``plan.maps[rank]``; two whole copies when left out.
+        detector: compares them, with its threads; it stays the caller's, who closes it.
+
+    Attributes:
+        baseline: what changes are told by; its ``traits`` say how values may travel, and what it holds.
 
     Raises:
         PlanMismatch: a planned parameter is missing, or has another shape than its map.
     """
 
-    def __init__(self, plan: TransferPlan, rank: int, params: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        plan: TransferPlan,
+        rank: int,
+        params: Mapping[str, Tensor],
+        baseline: Baseline | None = None,
+        detector: Detector | None = None,
+    ) -> None:
         if not 0 <= rank < len(plan.maps):
             raise PlanMismatch(f"trainer rank {rank} is not in the plan, expected 0 to {len(plan.maps) - 1}")
         self.plan = plan
         self.rank = rank
         self.params = params
-        self._maps = plan.maps[rank]
-        for row_map in self._maps:
+        for row_map in plan.maps[rank]:
             _check_param(row_map, params)
-        self._slots = SnapshotSlots({row_map.name: row_map.dtype for row_map in self._maps})
+        self.baseline = WholeBaseline(plan.maps[rank]) if baseline is None else baseline
+        self._detector = Detector() if detector is None else detector
+        self._maps = tuple(self.baseline.maps)
         self._tables = {row_map.name: OwnedDigest(row_map, plan.tensors) for row_map in self._maps}
         self._zstd = Zstd()
         self._digests: dict[int, int] = {}
@@ -95,12 +79,12 @@ class Source:
         """
         self._digests.pop(slot, None)
         self._steps = {new: step for new, step in self._steps.items() if slot not in (new, step[0])}
-        nbytes = yield from self._slots.write(slot, self.params)
+        nbytes = yield from self.baseline.write(slot, self.params)
         return Held(slot, nbytes)
 
     def held(self, slot: int) -> Mapping[str, Tensor]:
-        """The tensors of a whole snapshot, by runtime name; the source keeps owning them."""
-        return self._slots.tensors(slot)
+        """The tensors of a snapshot, by runtime name, as far as the baseline keeps them; they stay the source's."""
+        return self.baseline.tensors(slot)
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         """This rank's changes from ``base`` to ``slot``; nothing is advanced. The handle owns its memory.
@@ -108,22 +92,25 @@ class Source:
         Raises:
             StaleVersion: a slot holds no whole snapshot.
         """
-        new = self._slots.tensors(slot)
-        total = sum(tensor.nbytes for tensor in new.values())
+        self.baseline.tensors(slot)
+        reads = (self.baseline.memory(slot),)
         if base is None:
-            yield Touched(0, reads=(f"slot{slot}",))
+            yield Touched(0, reads)
             owned = tuple(self.plan.owned(self.rank, number) for number in range(len(self.plan.pieces)))
             return Changes(slot, None, owned)
-        old = self._slots.tensors(base)
-        found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        found: Found = {}
         half = len(self._maps) // 2
         for row_map in self._maps[:half]:
-            _collect(row_map, new[row_map.name], old[row_map.name], found)
-        yield Touched(2 * total, reads=(f"slot{slot}", f"slot{base}"))
+            collect(row_map, self.baseline.find(row_map.name, slot, base, self._detector), found)
+        reads = tuple(dict.fromkeys((*reads, self.baseline.memory(base))))
+        yield Touched(self.baseline.scanned([one.name for one in self._maps]), reads)
         for row_map in self._maps[half:]:
-            _collect(row_map, new[row_map.name], old[row_map.name], found)
-        changes = self._in_pieces(slot, base, found)
-        self._steps[slot] = (base, changes.digest_change)
+            collect(row_map, self.baseline.find(row_map.name, slot, base, self._detector), found)
+        changes = in_pieces(self.plan, slot, base, found)
+        if not self.baseline.traits.digest_in_changed:
+            return replace(changes, digest_change=None)
+        if changes.digest_change is not None:
+            self._steps[slot] = (base, changes.digest_change)
         return changes
 
     def digest(self, slot: int, *, afresh: bool = False) -> Step[int]:
@@ -131,8 +118,8 @@ class Source:
 
         What is derived from a diff cannot show that the diff missed a change: ``afresh`` reads every element.
         """
-        tensors = self._slots.tensors(slot)
-        reads = (f"slot{slot}",)
+        tensors = self.baseline.tensors(slot)
+        reads = (self.baseline.memory(slot),)
         base, step = self._steps.get(slot, (None, 0))
         if slot in self._digests and not afresh:
             yield Touched(0, reads)
@@ -159,14 +146,14 @@ class Source:
         """
         if changes is not None and changes.slot != slot:
             raise PlanMismatch(f"changes are of slot {changes.slot}, expected slot {slot}; diff that slot")
-        tensors = self._slots.tensors(slot)
+        tensors = self.baseline.tensors(slot)
         counts = (0,) * len(self.plan.pieces) if changes is None else changes.counts
         patches = {} if changes is None else changes.patches
-        payload, jobs = part_jobs(self.plan, self.rank, group, counts, patches, tensors)
+        payload, jobs = part_jobs(self.plan, self.rank, group, counts, patches, tensors, self.baseline.rows)
         half = len(jobs) // 2
         for job in jobs[:half]:
             job()
-        yield Touched(payload.numel(), reads=(f"slot{slot}",))
+        yield Touched(payload.numel(), reads=(self.baseline.memory(slot),))
         for job in jobs[half:]:
             job()
         return Part(payload)
@@ -210,57 +197,6 @@ class Source:
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
         return found == expected
-
-    def _in_pieces(
-        self, slot: int, base: int, found: Mapping[int, Sequence[tuple[Tensor, Tensor, Tensor]]]
-    ) -> Changes:
-        counts = [0] * len(self.plan.pieces)
-        patches: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
-        shifts: list[int] = []
-        merged = {tensor: _merge(several) for tensor, several in found.items()}
-        for tensor, (flat, new, old) in merged.items():
-            tensor_key = key(self.plan.tensors[tensor])
-            shifts += [digest_sum(tensor_key, flat, new), -digest_sum(tensor_key, flat, old)]
-        for number, piece in enumerate(self.plan.pieces):
-            if piece.tensor in merged:
-                flat, new, old = merged[piece.tensor]
-                low, high = _window(flat, piece, self.plan.tensors[piece.tensor].numel)
-                if high > low:
-                    counts[number] = high - low
-                    at = (flat[low:high] - piece.base).to(torch.int32)
-                    patches[number] = (at, new[low:high], old[low:high])
-        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits, _ in patches.values())
-        return Changes(slot, base, tuple(counts), patches, nbytes, combine(shifts))
-
-
-def _collect(
-    row_map: RowMap, new: Tensor, old: Tensor, found: dict[int, list[tuple[Tensor, Tensor, Tensor]]]
-) -> None:
-    """Add, per checkpoint tensor, flat positions, new bits and old bits of what differs and is owned."""
-    local = changed(new, old)
-    if local.numel() == 0:
-        return
-    output, flat = row_map.to_checkpoint(local)
-    new_bits, old_bits = int_view(new), int_view(old)
-    for index, chosen in by_output(output, len(row_map.outputs)):
-        at = local[chosen]
-        found.setdefault(row_map.outputs[index], []).append((flat[chosen], new_bits[at], old_bits[at]))
-
-
-def _merge(several: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    flat, new, old = (torch.cat(column) for column in zip(*several, strict=True))
-    if flat.numel() > 1 and not bool((flat[1:] > flat[:-1]).all()):
-        flat, order = flat.sort()
-        new, old = new[order], old[order]
-    return flat, new, old
-
-
-def _window(flat: Tensor, piece: Piece, numel: int) -> tuple[int, int]:
-    """Where the ascending positions ``flat`` of a tensor of ``numel`` elements enter and leave the piece."""
-    if piece.count == numel:
-        return 0, flat.numel()
-    low, high = torch.searchsorted(flat, torch.tensor([piece.base, piece.base + piece.count])).tolist()
-    return low, high
 
 
 def _check_param(row_map: RowMap, params: Mapping[str, Tensor]) -> None:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range, read_abort, read_end, unpack
 from weightsync.reference.delta import UndoLog
-from weightsync.reference.digest import OwnedDigest, combine
+from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.holdings import Holding, Narrowed
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.progress import Progress
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.share import KeptShare
 from weightsync.reference.steps import Step, Touched
 from weightsync.reference.wire.forms import Values
 from weightsync.reference.wire.streams import Zstd
@@ -23,6 +24,9 @@ from weightsync.reference.wire.values import resolve
 from weightsync.reference.writing import Holder, Write, by_position, dense_writes
 
 WEIGHTS = "weights"
+
+COPY = 3
+"""A tied name with a storage of its own adds so many times what it differs by: no other change hides it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,12 +89,13 @@ class Target:
         route: Literal["all", "owned"] = "all",
     ) -> None:
         self.tensors = tuple(tensors)
+        if route not in ("all", "owned"):
+            raise PlanMismatch(f"route is {route!r}, expected 'all' or 'owned'; pass that of the settings")
         owned = route == "owned"
         self.holding = Holding.of(self.tensors, maps.values()) if owned else Holding.whole(self.tensors)
         self.weights = dict(weights)
         self._holders: dict[int, list[Holder]] = {}
-        self._digested: list[tuple[OwnedDigest, Tensor]] = []
-        self._copies: list[tuple[OwnedDigest, Tensor, Tensor]] = []
+        self._share = KeptShare(self.tensors)
         self._log = UndoLog()
         self._zstd = Zstd()
         self._resolved: dict[tuple[int, int], list[Write]] = {}
@@ -100,7 +105,7 @@ class Target:
         seen: set[tuple[int, int]] = set()
         for name, row_map in maps.items():
             if name not in aliases and self._hold(name, row_map, seen):
-                self._digested.append((OwnedDigest(row_map, self.tensors), self.weights[name]))
+                self._share.count(row_map, self.weights[name])
         for name, tied_to in aliases.items():
             if tied_to not in maps:
                 raise PlanMismatch(
@@ -109,8 +114,8 @@ class Target:
                 )
             row_map = maps.get(name, maps[tied_to])
             if name in self.weights and self._hold(name, row_map, seen):
-                table = OwnedDigest(row_map, self.tensors)
-                self._copies.append((table, self.weights[name], self.weights[tied_to]))
+                self._share.count(row_map, self.weights[name], COPY)
+                self._share.count(row_map, self.weights[tied_to], -COPY)
         self.unsent = tuple(name for name in self.weights if name not in maps and name not in aliases)
         """Names of weights that no update reaches."""
 
@@ -169,11 +174,13 @@ class Target:
             raise PlanMismatch("bucket was not validated, expected that before any write; validate it first")
         writes = self._writes_of(decoded)
         nbytes, log = sum(write.values.nbytes for write in writes), self._log if undo else None
-        for write in writes:
-            write.do(slice(0, write.index.numel() // 2), log)
+        if log is None:
+            self._share.forget_all()
+        elif not log.entries:
+            self._share.mark()
+        self._write(writes, log, second=False)
         yield Touched(nbytes, writes=(WEIGHTS,))
-        for write in writes:
-            write.do(slice(write.index.numel() // 2, None), log)
+        self._write(writes, log, second=True)
         return nbytes
 
     def rollback(self) -> Step[int]:
@@ -181,9 +188,14 @@ class Target:
         Repeatable.
         """
         self._progress.reset()
+        undone = bool(self._log.entries)
+        if undone:
+            self._share.forget()
         nbytes = yield from self._log.steps()
         self._log.clear()
         self._resolved.clear()
+        if undone:
+            self._share.restore()
         return nbytes
 
     def commit(self) -> Step[None]:
@@ -193,14 +205,16 @@ class Target:
         self._log.clear()
         self._resolved.clear()
 
-    def digest(self) -> Step[int]:
-        """This rank's share of the digest: the rows it owns, read now, in checkpoint coordinates."""
-        half = len(self._digested) // 2
-        shares = [table.of(weight) for table, weight in self._digested[:half]]
-        yield Touched(sum(weight.nbytes for _, weight in self._digested), reads=(WEIGHTS,))
-        shares += [table.of(weight) for table, weight in self._digested[half:]]
-        shares += [3 * (table.of(copy) - table.of(tied_to)) for table, copy, tied_to in self._copies]
-        return combine(shares)
+    def digest(self, *, afresh: bool = False) -> Step[int]:
+        """This rank's share of the digest: the rows it owns, in checkpoint coordinates.
+
+        It follows the deltas that are applied and rolled back, and costs nothing then. ``afresh``, and the first time
+        after anything else was written, every element is read: that sees a bit which changed where nothing was written.
+        """
+        if self._share.value is not None and not afresh:
+            yield Touched(0)
+            return self._share.value
+        return (yield from self._share.steps())
 
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
@@ -237,6 +251,17 @@ class Target:
             narrow, index = self._narrow.map(row_map, output)
             self._holders.setdefault(number, []).append(Holder(name, narrow, index, weight))
         return True
+
+    def _write(self, writes: Sequence[Write], log: UndoLog | None, *, second: bool) -> None:
+        """Do one half of every write; the share follows those whose old bits are kept."""
+        known, shift = self._share.forget(), 0
+        for write in writes:
+            half, kept = write.index.numel() // 2, len(log.entries) if log is not None else 0
+            write.do(slice(half, None) if second else slice(0, half), log)
+            if log is not None and known is not None:
+                shift += sum(self._share.shift(*entry) for entry in log.entries[kept:])
+        if log is not None and known is not None:
+            self._share.value = wrap(known + shift)
 
     def _writes_of(self, decoded: Decoded) -> list[Write]:
         """What a bucket writes on this rank, in bits; one with differences resolves them the first time only."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from weightsync.reference.audit import AuditReport, audit
 from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted
 from weightsync.reference.fanout import Fanout
 from weightsync.reference.members import Group, RankId, RolloutRef
@@ -34,10 +35,11 @@ class Trainer:
         on_version: called on every rank as ``on_version(version, slot)`` before a version first leaves the trainer.
         on_update: told of every update that is over, failed or not, on this rank's loop. What it raises is raised
             by ``update``; the update stays what it was, and ``last`` has its outcome.
-        routes: what is sent to which rollout ranks under ``route = "owned"``; see ``routes.owned_routes``.
+        routes: the lead's, under ``route = "owned"``: what goes to which rollout ranks; see ``routes.owned_routes``.
 
     Attributes:
         version: the last version that every member acknowledged; 0 before the first.
+        on_snapshot: called, in the midst of an update, once the live parameters are copied and may change.
         last: the outcome of the last update that is over, or None.
         gone: number of each rollout that was lost and has committed nothing since, and why.
         rejoined: number of each rollout that was lost and committed the last update, and why it was lost.
@@ -61,12 +63,12 @@ class Trainer:
         self.settings = settings
         self.on_version = on_version
         self.on_update = on_update
+        self.on_snapshot: Callable[[], None] = lambda: None
         self.fanout = Fanout(verbs, settings.tries)
         everybody = [rank for rollout in rollouts for rank in rollout.ranks]
-        self.routes = choose_routes(plan, settings.route, routes, everybody)
+        self.routes = choose_routes(plan, settings.route, routes, everybody) if self.lead else ()
         self.slots = BaselineSlots()
-        self.updates = 0
-        self.highest = 0
+        self.updates = self.audits = self.highest = 0
         self.version = 0
         self.epoch = 0
         self.members: tuple[int, ...] = ()
@@ -138,6 +140,18 @@ class Trainer:
         """
         return await ask(self, deadline_ns)
 
+    async def audit(self, deadline_ns: int) -> AuditReport:
+        """Count every element of every member anew, by ``deadline_ns``; all trainer ranks call it, between updates.
+
+        Rollouts generate on meanwhile. One that does not hold what was pushed is paused and dirty, and whoever was
+        found wrong gets a full update next.
+
+        Raises:
+            StaleVersion: no version is acknowledged by every member, such as after a failed update.
+            UpdateAborted: a trainer rank failed, named. PeerLost: one was lost.
+        """
+        return await audit(self, deadline_ns)
+
     # ---- stages ----------------------------------------------------------------------------------------------
 
     async def connect(self, deadline_ns: int) -> None:
@@ -195,6 +209,10 @@ class Trainer:
             body = {"version": self.job.version, "reason": reason}
             for leader in self._leaders():
                 await self.fanout.quietly(partial(self.verbs.post, leader, "abort", body))
+        await self.reconnect()
+
+    async def reconnect(self) -> None:
+        """Drop every group; the next update asks everybody again what they hold."""
         await self._close_groups()
         self.members = ()
 

@@ -80,6 +80,7 @@ async def make_job(trainer: Trainer, deadline_ns: int) -> Job:
     try:
         trainer.slots.invalidate(slot)
         await trainer.verbs.snapshot(slot)
+        trainer.on_snapshot()
         if base is not None:
             changes = await trainer.verbs.diff(slot, base)
             counts = changes.counts

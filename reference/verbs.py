@@ -228,8 +228,11 @@ class RolloutVerbs(CommonVerbs, Protocol):
         meanwhile, or rely on them until ``commit``. Repeatable. Raises PlanMismatch for an unvalidated one.
         """
 
-    async def digest(self) -> int:
-        """[digest] This rank's share of the digest of ``weights``, read now, rows it owns only."""
+    async def digest(self, afresh: bool = False) -> int:
+        """[digest] This rank's share of the digest of ``weights``, rows it owns only; O(1) where ``apply`` kept it.
+
+        What was kept while writing cannot show a bit that changed elsewhere: ``afresh`` reads every element now.
+        """
 
     async def compare_digests(self, found: int, expected: int) -> bool:
         """[digest] True when they are equal. A verb, so that one that always agrees can be planted."""

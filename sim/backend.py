@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.reference.control import Control, Message
@@ -34,13 +34,23 @@ class SimCluster:
         profile: the hardware, with a provenance for each number.
         lease_ns: how long after a kill the control plane of the others knows of it.
         detect_ns: how long after a kill its data groups break.
+        priced: verb -> the name under which it is priced, where that is another one.
     """
 
-    def __init__(self, world: SimWorld, profile: Profile, *, lease_ns: int, detect_ns: int = 0) -> None:
+    def __init__(
+        self,
+        world: SimWorld,
+        profile: Profile,
+        *,
+        lease_ns: int,
+        detect_ns: int = 0,
+        priced: Mapping[str, str] | None = None,
+    ) -> None:
         self.world = world
         self.profile = profile
         self.lease_ns = lease_ns
         self.detect_ns = detect_ns
+        self.priced = dict(priced or {})
         self.ledger = Ledger()
         self.net = FluidNet(world)
         self.link = profile.network
@@ -153,7 +163,10 @@ class SimVerbs(Verbs):
             return stop.value  # type: ignore[no-any-return]
         interval = ledger.begin(str(self.me), name, touched, clock.now_ns())
         try:
-            await clock.sleep_until(clock.now_ns() + cost_ns(name, touched.nbytes, self.cluster.profile))
+            await clock.sleep_until(
+                clock.now_ns()
+                + cost_ns(self.cluster.priced.get(name, name), touched.nbytes, self.cluster.profile)
+            )
             return _finish(step)
         finally:
             ledger.end(interval)

@@ -58,6 +58,7 @@ PRICES: Mapping[str, Price] = {
     "resume": Price("none", fixed="generation.resume_ns"),
     "status": Price("none"),
     "snapshot": Price("cpu", "host.memcpy_bytes_per_s"),
+    "snapshot_on_device": Price("cpu", "device.scan_bytes_per_s"),
     "diff": Price("cpu", "device.scan_bytes_per_s"),
     "exchange": Price("link"),
     "gather": Price("link", "host.memcpy_bytes_per_s"),
@@ -75,7 +76,7 @@ PRICES: Mapping[str, Price] = {
     "compare_digests": Price("none"),
     "optimizer": Price("cpu", "device.optimizer_bytes_per_s"),
 }
-"""Every verb, and the optimizer step between two updates."""
+"""Every verb, a snapshot that stays on the device, and the optimizer step between two updates."""
 
 
 def price(verb: str) -> Price:

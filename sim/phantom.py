@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
+from weightsync.reference.baselines import DIRTY, Kept, kept, named
 from weightsync.reference.buckets import ABORT, END, BucketSpec, Heading, read_abort, read_end
 from weightsync.reference.encoding import POSITION_BYTES
 from weightsync.reference.headers import Header
@@ -90,40 +91,56 @@ class PhantomSource:
         plan: equal on every rank.
         rank: this rank, an index into ``plan.maps``.
         counts: gives the elements of each piece, over all ranks, that changed since the last snapshot.
+        baseline: what changes are told by: ``whole``, ``shards`` or ``dirty``; see ``reference.baselines``.
+
+    Raises:
+        PlanMismatch: no such baseline.
     """
 
-    def __init__(self, plan: TransferPlan, rank: int, counts: Callable[[], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        plan: TransferPlan,
+        rank: int,
+        counts: Callable[[], Sequence[int]],
+        baseline: Literal["whole", "shards", "dirty"] = "whole",
+    ) -> None:
+        self.baseline = named(baseline)
         self.plan = plan
         self.rank = rank
         self.counts = counts
 
     @cached_property
-    def held_bytes(self) -> int:
-        """Bytes of this rank's parameters."""
-        return sum(_bytes(row_map) for row_map in self.plan.maps[self.rank])
+    def kept(self) -> Kept:
+        """What this rank's baseline keeps, in bytes."""
+        return kept(self.baseline, self.plan.maps[self.rank])
+
+    def _memory(self, slot: int | None) -> str:
+        return "slot0" if self.baseline is DIRTY else f"slot{slot}"
 
     def snapshot(self, slot: int) -> Step[Phantom]:
         """See ``reference.source.Source.snapshot``."""
-        yield Touched(self.held_bytes, reads=("live",), writes=(f"slot{slot}",))
-        return Phantom(self.held_bytes)
+        yield Touched(self.kept.copy, reads=("live",), writes=(self._memory(slot),))
+        return Phantom(self.kept.copy)
 
     def diff(self, slot: int, base: int | None) -> Step[PhantomChanges]:
         """See ``reference.source.Source.diff``; this rank's share of the given counts, by what it owns."""
-        yield Touched(2 * self.held_bytes, reads=(f"slot{slot}", f"slot{base}"))
+        memories = tuple(dict.fromkeys((self._memory(slot), self._memory(base))))
+        yield Touched(0 if base is None else self.kept.scanned, reads=memories)
         shares = tuple(self._share(number, total) for number, total in enumerate(self.counts()))
         sizes = [self.plan.tensors[piece.tensor].itemsize + 4 for piece in self.plan.pieces]
         return PhantomChanges(shares, sum(n * size for n, size in zip(shares, sizes, strict=True)))
 
     def digest(self, slot: int, *, afresh: bool = False) -> Step[int]:
         """See ``reference.source.Source.digest``; always 0."""
-        yield Touched(self.held_bytes if afresh else 0, reads=(f"slot{slot}",))
+        every = afresh or not self.baseline.digest_in_changed
+        yield Touched(self.kept.copy if every else 0, reads=(self._memory(slot),))
         return 0
 
     def part(self, slot: int, changes: PhantomChanges | None, group: GatherGroup) -> Step[Phantom]:
         """See ``reference.source.Source.part``."""
         counts = (0,) * len(self.plan.pieces) if changes is None else changes.counts
         nbytes = self.plan.part_bytes(group, self.rank, counts)
-        yield Touched(nbytes, reads=(f"slot{slot}",))
+        yield Touched(nbytes, reads=(self._memory(slot),))
         return Phantom(nbytes)
 
     def merge(
@@ -173,6 +190,7 @@ class PhantomTarget:
         self.held_bytes = sum(map(_bytes, maps.values()))
         self.fingerprint = holding.fingerprint
         self.sent_bytes = max(1, holding.nbytes)
+        self._counted = False
 
     def decode(self, bucket: Any) -> Step[Phantom]:
         """See ``reference.target.Target.decode``."""
@@ -190,6 +208,7 @@ class PhantomTarget:
 
     def apply(self, decoded: Phantom, undo: bool) -> Step[int]:
         """See ``reference.target.Target.apply``."""
+        self._counted = self._counted and undo
         yield Touched(decoded.written, writes=("weights",))
         return decoded.written
 
@@ -202,9 +221,11 @@ class PhantomTarget:
         """See ``reference.target.Target.commit``."""
         yield Touched(0)
 
-    def digest(self) -> Step[int]:
+    def digest(self, *, afresh: bool = False) -> Step[int]:
         """See ``reference.target.Target.digest``; always 0."""
-        yield Touched(self.held_bytes, reads=("weights",))
+        kept = self._counted and not afresh
+        yield Touched(0) if kept else Touched(self.held_bytes, reads=("weights",))
+        self._counted = True
         return 0
 
     def same_digest(self, found: int, expected: int) -> bool:

@@ -27,10 +27,10 @@ OURS = {
 }
 THEIRS = {
     "reference": CORE,
-    "backends": CORE | {"torch_npu", "triton"},
+    "backends": CORE | {"fsspec", "torch_npu", "triton"},
     "sim": CORE | {"simpy"},
     "cli": CORE | {"jinja2", "matplotlib", "pydantic", "rich", "scipy", "tokenizers", "typer"},
-    "testing": CORE | {"hypothesis", "pytest"},
+    "testing": CORE | {"blake3", "hypothesis", "pytest"},
 }
 CONTAINERS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 STATEFUL_CALLS = {

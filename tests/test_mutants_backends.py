@@ -23,6 +23,7 @@ from weightsync.testing.wrong_backends import (
     CarriesAttributesOnce,
     ComparesValues,
     CopiesThroughFloats,
+    CountsReplicas,
     CutsToSize,
     Direct,
     DropsAttributes,
@@ -31,6 +32,7 @@ from weightsync.testing.wrong_backends import (
     Groups,
     HandsOutTheSendersMemory,
     KeepsTheLiveTensor,
+    KeepsTheShareOfWhatIsUndone,
     KeepsTheUndoLog,
     NamesNobody,
     OffByOne,
@@ -40,6 +42,7 @@ from weightsync.testing.wrong_backends import (
     SkipsTheChecksum,
     SumsBits,
     SwapsBuckets,
+    TakesOldBitsForZeros,
     UndoesHalf,
 )
 
@@ -91,6 +94,7 @@ class Mutant:
 
 
 BF16 = "bfloat16"
+FOLLOWS = "test_a_digest_follows_a_delta_and_its_rollback"
 REFUSED = "test_a_refused_bucket_writes_nothing"
 MUTANTS: Mapping[type[Any], Mutant] = {
     DropsAttributes: Mutant("source", "test_a_snapshot_carries_every_attribute"),
@@ -108,6 +112,9 @@ MUTANTS: Mapping[type[Any], Mutant] = {
     ForgetsToRollBack: Mutant("target", "test_a_rollback_restores_every_bit", (BF16,)),
     UndoesHalf: Mutant("target", "test_a_rollback_half_way_through_an_update_restores_every_bit"),
     KeepsTheUndoLog: Mutant("target", "test_a_commit_is_for_good_and_may_be_repeated", ("delta",)),
+    CountsReplicas: Mutant("target", FOLLOWS, (BF16,)),
+    TakesOldBitsForZeros: Mutant("target", FOLLOWS, (BF16,)),
+    KeepsTheShareOfWhatIsUndone: Mutant("target", FOLLOWS, (BF16,)),
     SumsBits: Mutant("target", "test_a_digest_sees_where_bits_are"),
     SwapsBuckets: Mutant("fabric", "test_buckets_arrive_in_order_and_bit_for_bit"),
     HandsOutTheSendersMemory: Mutant("fabric", "test_what_was_received_belongs_to_the_receiver"),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from weightsync.reference.dirty import DirtyBits
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import fresh_copy
 
@@ -25,6 +26,7 @@ class AdamW:
         betas: decay rates of the two moments.
         eps: added to the root of the second moment.
         weight_decay: share of a matrix that decays per unit of ``lr``; norms and biases (1-D) do not decay.
+        dirty: marks what a step changes, if a push is to tell changes by it.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class AdamW:
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.1,
+        dirty: DirtyBits | None = None,
     ) -> None:
+        self.dirty = dirty
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
         self.steps = 0
         self.masters = {name: fresh_copy(param, dtype=torch.float32) for name, param in params.items()}
@@ -64,4 +68,7 @@ class AdamW:
                 first.lerp_(grad, 1 - beta1)
                 second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                 master.addcdiv_(first, second.sqrt().div_(root).add_(self.eps), value=-size)
-                self._params[name].copy_(master)
+                if self.dirty is None:
+                    self._params[name].copy_(master)
+                else:
+                    self.dirty.write(name, master)

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from weightsync.cli.model.sharded import ShardedModel
 from weightsync.reference.deployment import Deployment
-from weightsync.reference.params import ParamMeta, int_view
+from weightsync.reference.dirty import DirtyBits
+from weightsync.reference.params import ParamMeta, fresh_copy, int_view
 
 _EXPONENT_BITS = {
     torch.bfloat16: 8,
@@ -107,6 +108,10 @@ class SyntheticTrainer:
         density: expected share of elements that change in one step.
         seed: draws everything.
         weights: checkpoint name -> tensor to start from; ``SyntheticWorkload.initial`` when left out.
+        dirty: mark what changes, as an optimizer's hook would.
+
+    Attributes:
+        dirty: per rank, the marks; empty without them.
     """
 
     def __init__(
@@ -117,10 +122,12 @@ class SyntheticTrainer:
         density: float,
         seed: int,
         weights: Mapping[str, Tensor] | None = None,
+        dirty: bool = False,
     ) -> None:
         self.rank = rank
         self.workload = SyntheticWorkload(deployment.tensors, density, seed)
         self.model = ShardedModel(deployment, self.workload.initial() if weights is None else weights)
+        self.dirty = [DirtyBits(params) for params in self.model.params] if dirty else []
         self.steps = 0
 
     @property
@@ -142,14 +149,17 @@ class SyntheticTrainer:
         """
         self.steps += 1
         changes = [self.workload.change(self.steps, number) for number in range(len(self.workload.metas))]
-        for maps, params in zip(self.model.deployment.trainer_maps, self.model.params, strict=True):
+        for rank, maps in enumerate(self.model.deployment.trainer_maps):
             for name, row_map in maps.items():
-                bits = int_view(params[name])
+                param = self.model.params[rank][name]
+                before, bits = fresh_copy(param) if self.dirty else None, int_view(param)
                 bits.view(-1, row_map.width)[row_map.tensor < 0] ^= 1
                 for output, number in enumerate(row_map.outputs):
                     change = changes[number]
                     held, local = row_map.to_local(output, change.positions)
                     bits[local] = change.applied(bits[local], held)
+                if before is not None:
+                    self.dirty[rank].mark(name, param, before)
         return {"changed": sum(len(change.positions) for change in changes)}
 
     def export(self) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from weightsync.cli.model.data import Batches, token_stream
 from weightsync.cli.model.optimizer import AdamW
 from weightsync.cli.model.sharded import ShardedModel
 from weightsync.reference.deployment import Deployment
+from weightsync.reference.dirty import DirtyBits
 from weightsync.reference.errors import PlanMismatch
 
 MAX_NORM = 1.0
@@ -41,6 +42,10 @@ class DemoTrainer:
         batch: windows in a batch.
         tokens: tokens that each window predicts.
         text: trained on; the shipped text when left out.
+        dirty: have the optimizers mark what they change.
+
+    Attributes:
+        dirty: per rank, the marks; empty without them.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class DemoTrainer:
         batch: int = 4,
         tokens: int = 64,
         text: str | None = None,
+        dirty: bool = False,
     ) -> None:
         loaded = load_checkpoint(checkpoint)
         self.config = loaded.config
@@ -66,7 +72,11 @@ class DemoTrainer:
             )
         self.model = ShardedModel(deployment, loaded.weights)
         self.steps = 0
-        self._optimizers = [AdamW(params, lr) for params in self.model.params]
+        self.dirty = [DirtyBits(params) for params in self.model.params] if dirty else []
+        self._optimizers = [
+            AdamW(params, lr, dirty=self.dirty[rank] if dirty else None)
+            for rank, params in enumerate(self.model.params)
+        ]
         stream = token_stream(checkpoint, loaded.config.shape.vocab, text)
         self._batches = Batches(stream, batch, min(tokens, loaded.config.max_positions), seed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,23 @@ from weightsync.cli.rl.sampling import Samples
 from weightsync.cli.rl.task import DigitTask, Questions, codec
 from weightsync.cli.rl.views import trainer_view
 from weightsync.cli.scenario_tables import Workload
+from weightsync.reference.batching.minibatch import ranges, rechunked
 from weightsync.reference.deployment import Deployment
 
 ADVANTAGE_EPS = 1e-4
 """Added to a group's deviation, so that a group of equal rewards teaches nothing (GRPO)."""
+
+TIS_CAP = 2.0
+"""The most that a token counts under truncated importance sampling."""
+
+
+class _Step(NamedTuple):
+    """What one optimizer step says of itself: see ``Learner.learn``."""
+
+    loss: float
+    entropy: float
+    grad_norm: float
+    mismatch: float
 
 
 class Learner:
@@ -59,38 +73,54 @@ class Learner:
         self._optimizer = AdamW(self.params, work.lr)
 
     def learn(self, step: int, questions: Questions, samples: Samples) -> dict[str, float]:
-        """Take optimizer step ``step``, from 1, on all ranks; what it says of itself, equal on all of them.
+        """Take the optimizer steps of update ``step``, from 1, on all ranks; what they say, equal on all of them.
+
+        Advantages are those of all samples; then each of ``num_iters_per_train_update`` consecutive pieces takes one
+        step, its loss a mean over its own tokens, at the update's learning rate. From the second piece on, the policy
+        is no longer the one that drew the samples.
 
         ``loss`` is the policy gradient's surrogate in nats per token; ``reward`` the mean over samples; ``entropy``
         the policy's, in nats, a mean over the tokens; ``mismatch`` the largest difference, in nats, between a token's
-        log-probability at the rollout that drew it and at the trainer.
+        log-probability at the rollout that drew it and at the trainer, before any step; ``grad_norm`` the largest of
+        the steps' norms before clipping.
         """
         with one_thread():
             lr = self._optimizer.lr = learning_rate(self.work, step)
             rewards = self.rewards(questions, samples)
-            leaves = {name: param.detach().float().requires_grad_() for name, param in self.params.items()}
-            with torch.enable_grad():
-                logprobs, entropies = self._judged(leaves, questions, samples)
-                loss = -(advantages(rewards, self.work).unsqueeze(1) * logprobs).mean()
-                entropy = entropies.mean()
-                bonus = self.work.rl.entropy * lr / self.work.lr
-                (loss - bonus * entropy).backward()  # type: ignore[no-untyped-call]
-            grads = {
-                name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                for name, leaf in leaves.items()
-            }
-            norm = self.clip(grads)
-            self._optimizer.step(grads)
+            whole = advantages(rewards, self.work)
+            counts = rechunked(len(samples.tokens), self.work.rl.num_iters_per_train_update)
+            steps = [self._step(lr, whole, questions, samples, piece) for piece in ranges(counts)]
+        share = 1 / len(steps)  # pieces are equal
         return {
-            "loss": float(loss.detach()),
+            "loss": sum(one.loss for one in steps) * share,
             "reward": float(rewards.mean()),
-            "entropy": float(entropy.detach()),
+            "entropy": sum(one.entropy for one in steps) * share,
             "lr": lr,
-            "grad_norm": norm,
-            "mismatch": float((logprobs.detach() - samples.logprobs).abs().max()),
+            "grad_norm": max(one.grad_norm for one in steps),
+            "mismatch": steps[0].mismatch,
             "samples": len(samples.tokens),
             "generated_tokens": samples.tokens.numel(),
+            "optimizer_steps": len(steps),
         }
+
+    def _step(self, lr: float, whole: Tensor, questions: Questions, samples: Samples, piece: range) -> _Step:
+        """One optimizer step on consecutive samples; ``whole`` are the advantages of all."""
+        leaves = {name: param.detach().float().requires_grad_() for name, param in self.params.items()}
+        rows = slice(piece.start, piece.stop)
+        with torch.enable_grad():
+            logprobs, entropies = self._judged(leaves, questions, samples, rows)
+            weights = importance(logprobs.detach(), samples.logprobs[rows], self.work)
+            loss = -(weights * whole[rows].unsqueeze(1) * logprobs).mean()
+            entropy = entropies.mean()
+            bonus = self.work.rl.entropy * lr / self.work.lr
+            (loss - bonus * entropy).backward()  # type: ignore[no-untyped-call]
+        grads = {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()
+        }
+        norm = self.clip(grads)
+        self._optimizer.step(grads)
+        mismatch = float((logprobs.detach() - samples.logprobs[rows]).abs().max())
+        return _Step(float(loss.detach()), float(entropy.detach()), norm, mismatch)
 
     def rewards(self, questions: Questions, samples: Samples) -> Tensor:
         """Reward of each sample, (prompts * samples,) float32."""
@@ -130,15 +160,16 @@ class Learner:
         return self.deployment.export(every)
 
     def _judged(
-        self, leaves: Mapping[str, Tensor], questions: Questions, samples: Samples
+        self, leaves: Mapping[str, Tensor], questions: Questions, samples: Samples, rows: slice
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy at every sampled token, (samples, answer tokens), at the draw's temperature."""
+        """Log-probability and entropy at the tokens of these samples, (n, answer tokens), at the draw's temperature."""
         model = trainer_view(self.config.shape, leaves, self.tp)
         policy = Policy(self.config, model, self.tp)
-        prompts = questions.tokens.repeat_interleave(self.work.rl.samples, dim=0)
-        whole = torch.cat([prompts, samples.tokens], dim=1)
-        scores = policy.logits(whole[:, :-1], last=samples.tokens.shape[1]) / self.work.rl.temperature
-        return policy.logprobs(scores, samples.tokens), policy.entropy(scores)
+        prompts = questions.tokens.repeat_interleave(self.work.rl.samples, dim=0)[rows]
+        tokens = samples.tokens[rows]
+        whole = torch.cat([prompts, tokens], dim=1)
+        scores = policy.logits(whole[:, :-1], last=tokens.shape[1]) / self.work.rl.temperature
+        return policy.logprobs(scores, tokens), policy.entropy(scores)
 
 
 def advantages(rewards: Tensor, work: Workload) -> Tensor:
@@ -152,6 +183,20 @@ def advantages(rewards: Tensor, work: Workload) -> Tensor:
     groups = rewards.view(-1, work.rl.samples)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + ADVANTAGE_EPS)).view(-1)
+
+
+def importance(now: Tensor, drawn: Tensor, work: Workload) -> Tensor:
+    """What each token's gradient is weighed with, for samples of older weights: (samples, tokens) float32.
+
+    1 without a correction; with ``tis`` the token's probability now over that at its draw, at most ``TIS_CAP``
+    (truncated importance sampling, Ionides 2008).
+
+    Args:
+        now: log-probabilities at the trainer, in nats.
+        drawn: those at the rollout that drew the tokens.
+        work: the scenario's workload.
+    """
+    return (now - drawn).exp().clamp(max=TIS_CAP) if work.rl.correction == "tis" else torch.ones_like(now)
 
 
 def learning_rate(work: Workload, step: int) -> float:

@@ -20,8 +20,8 @@ STAGES = {
     "commit": ("new label,", "generate on"),
 }
 LOCAL = {
-    "connect", "snapshot", "diff", "digest", "encode", "decode", "validate", "pause", "apply",
-    "rollback", "commit", "resume",
+    "connect", "snapshot", "diff", "digest", "merge", "narrow", "encode", "decode", "validate",
+    "pause", "apply", "rollback", "commit", "resume",
 }  # fmt: skip
 REPLIES = {"start": "ready", "commit": "done", "rollback": "done", "apply": "digest share"}
 

@@ -126,18 +126,29 @@ def test_a_bucket_that_differs_from_its_header_is_not_sent() -> None:
     assert "payload is torch.int16 on cpu, expected torch.uint8" in ends["a"][1]
 
 
-def test_what_is_no_header_breaks_the_group() -> None:
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (bytes([255] * 64), "header starts with"),
+        (BUCKET.header.pack()[:40] + bytes([16]) + BUCKET.header.pack()[41:], "header has check"),
+    ],
+    ids=["noise", "another size"],
+)
+def test_what_is_no_header_breaks_the_group(raw: bytes, said: str) -> None:
+    """Before a payload of a wrong size is waited for, which would end the process."""
+
     async def send(verbs: Verbs) -> Any:
         fabric: Any = verbs.fabric
+        head = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         await fabric._open[PAIR.key].finish(
-            fabric._open[PAIR.key].issue(_broadcast(torch.full((64,), 255, dtype=torch.uint8)), later(verbs)),
+            fabric._open[PAIR.key].issue(_broadcast(head), later(verbs)),
             "send",
             later(verbs),
         )
         await verbs.send(PAIR, BUCKET, later(verbs))
 
     async def receive(verbs: Verbs) -> Any:
-        with pytest.raises(PatchMismatch, match="header starts with"):
+        with pytest.raises(PatchMismatch, match=said):
             await verbs.receive(PAIR, later(verbs))
         await verbs.receive(PAIR, later(verbs))
 

@@ -15,6 +15,7 @@ from weightsync.backends.inprocess import InprocessWorld
 from weightsync.backends.relay import CalledEngine, SessionRelay
 from weightsync.backends.session import ReceiverSession
 from weightsync.reference.protocol import Outcome, ProtocolSettings
+from weightsync.reference.routes import Route, owned_routes
 from weightsync.reference.source import Source
 from weightsync.reference.trainer import Trainer
 from weightsync.testing.history import History
@@ -81,6 +82,7 @@ class World:
             Trainer(
                 world.verbs(rank, Source(TINY.plan, rank.rank, self.params[rank.rank])),
                 TINY.plan, TINY.trainers, self.refs(), settings, self.record if rank.rank == 0 else None,
+                routes=self.routes() if settings.route == "owned" else None,
             )
             for rank in TINY.trainers
         ]  # fmt: skip
@@ -96,6 +98,14 @@ class World:
             for ref, reached in zip(TINY.rollouts, self.reached, strict=True)
         ]  # fmt: skip
         self.served = [asyncio.create_task(relay.run()) for relay in self.relays]
+
+    def routes(self) -> tuple[Route, ...]:
+        """Those of the relays: each takes what all of its sessions hold."""
+        maps = {
+            ref.leader: [m for rank in ref.ranks for m in TINY.rollout_maps(rank).values()]
+            for ref in TINY.rollouts
+        }
+        return owned_routes(TINY.plan, maps)
 
     def refs(self) -> Any:
         """Each rollout is one rank to the protocol."""
@@ -138,6 +148,20 @@ def test_sessions_behind_calls_hold_the_protocols_bits(receive: Any, verify_ever
             assert outcome.full == ((0, 1) if version == 1 else ())
             world.check(version)
         assert not {threading.current_thread().name} & world.reached[0].threads  # the loop was never blocked
+        await world.close()
+
+    asyncio.run(story())
+
+
+def test_under_owned_routes_a_relay_is_sent_what_all_of_its_sessions_hold() -> None:
+    async def story() -> None:
+        world = World(ProtocolSettings(route="owned"))
+        (route,) = world.trainers[0].routes
+        assert route.is_whole
+        for version, seed in enumerate([1, 2], start=1):
+            outcome = await world.push(random_checkpoint(TINY, seed), ProtocolSettings(route="owned"))
+            assert outcome.committed, outcome.reason
+            world.check(version)
         await world.close()
 
     asyncio.run(story())

@@ -166,7 +166,7 @@ def test_a_wrong_digest_is_never_committed_and_a_full_update_heals_it() -> None:
     states = [{"w": torch.tensor([1.0, 2, 3, 4, 5, 6])}, {"w": torch.tensor([1.0, 2, 3, 4, 5, 7])}]
     deployment = WholeTensors.of(states[0])
     _, (full, delta) = recorded(deployment, states)
-    one = make_session(deployment, RankId("rollout", 0, 0))
+    one = make_session(deployment, RankId("rollout", 0, 0), settings=ProtocolSettings(verify_every=1))
     take([one], full)
     one.target.weights["w"][0] = 9  # not the protocol's write
     begin(one, delta)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weightsync.reference.delta import apply, changed, changed_plain, diff
+from weightsync.reference.delta import apply, diff
+from weightsync.reference.detect import changed, changed_plain
 from weightsync.reference.digest import tensor_digest
 from weightsync.reference.params import ParamMeta, int_view, same_bits
 

@@ -92,7 +92,7 @@ def test_one_damaged_rollout_gets_a_full_update_beside_the_others_delta() -> Non
     """Fault case 018: a digest that does not agree makes dirty; the next update heals it, and only it."""
 
     async def story() -> None:
-        async with InprocessRun(WHOLE) as run:
+        async with InprocessRun(WHOLE, settings=ProtocolSettings(verify_every=1)) as run:
             run.set(state(1))
             assert (await run.push()).committed
             int_view(run.targets[WHOLE.rollouts[1].leader].weights["c"])[3] ^= 1

@@ -11,6 +11,7 @@ from weightsync.cli.log_check import faults_of, lines
 from weightsync.cli.logs import KEYS
 from weightsync.cli.record import RunRecord
 from weightsync.cli.run import run
+from weightsync.cli.scenario import ScenarioError
 from weightsync.cli.scenario_files import load
 
 SMALL = (
@@ -112,3 +113,33 @@ def test_the_reward_rises() -> None:
     )
     rewards = [step["reward"] for step in curve(record)]
     assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.3
+
+
+@pytest.mark.parametrize("times", [2, 4])
+def test_a_batch_in_several_optimizer_steps_has_the_same_bits_on_every_backend(times: int) -> None:
+    asked = (f"workload.rl.num_iters_per_train_update={times}", "workload.steps=3")
+    (plain, first), *others = [made(backend, *asked) for backend in ("inprocess", "sim", "gloo")]
+    assert plain["verdict"]["ok"], plain["verdict"]["text"]
+    assert [step["optimizer_steps"] for step in curve(first)] == [times] * 2
+    for result, record in others:
+        assert result["verdict"]["ok"], result["verdict"]["text"]
+        assert digests(result) == digests(plain)
+        assert curve(record) == curve(first)
+    unsplit, _ = made("inprocess", "workload.steps=3")
+    assert digests(unsplit)[0] == digests(plain)[0]  # the first weights
+    assert digests(unsplit)[1] != digests(plain)[1]
+
+
+def test_a_split_that_leaves_samples_over_is_refused_by_name() -> None:
+    with pytest.raises(ScenarioError, match="num_iters_per_train_update 5 does not divide the 24 samples"):
+        load("tiny-hybrid", [*SMALL, "workload.rl.num_iters_per_train_update=5"])
+
+
+def test_modelled_training_takes_longer_in_more_optimizer_steps() -> None:
+    def trained(times: int) -> int:
+        return made("sim", f"workload.rl.num_iters_per_train_update={times}", "workload.steps=2")[0][
+            "job_ns"
+        ]["train"]
+
+    one = trained(1)
+    assert [trained(times) for times in (2, 4)] == [2 * one, 4 * one]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,13 @@ def test_any_one_fault_at_any_await_breaks_no_promise(
     assert len(cases) == 4 * sum(counts.values()) + 2 * rollouts
     assert sum(counts.values()) > 400, "the scenario shrank; a sweep of it shows little"
     assert_all_right(f"one fault, receive = {receive}, route = {route}", cases, capfd)
+
+
+def test_any_one_fault_at_any_await_breaks_no_promise_with_dirty_bits(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cases = [replace(case, baseline="dirty") for case in exhaustive_cases(awaits(baseline="dirty"))]
+    assert_all_right("one fault, dirty bits", cases, capfd)
 
 
 def test_a_thousand_seeded_pairs_of_faults_break_no_promise(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from weightsync.reference.buckets import END_BYTES, HEADER_BYTES, TABLE_ENTRY_BYTES, BucketSpec
-from weightsync.reference.delta import WIDE
+from weightsync.reference.detect import WIDE
 from weightsync.reference.encoding import Encoding, element_bytes, padded
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.layouts import cut, plain, row_map

@@ -81,7 +81,7 @@ def test_direct_maps_and_probe_and_full_diff_give_identical_patches(
         found: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for source in sources:
             for piece, patch in run(source.diff(1, 0)).patches.items():
-                found.setdefault(piece, []).append(patch)
+                found.setdefault(piece, []).append(patch[:2])
         dense = [dict(GatherExport(deployment.model)(one)) for one in _both(deployment, old, new)]
         for number, meta in enumerate(plan.tensors):
             expected = diff(meta, dense[1][meta.name], dense[0][meta.name])

@@ -59,7 +59,7 @@ class Both:
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     deployment=family_deployments(max_ranks=4, max_tp=4),
     seed=st.integers(0, 2**32 - 1),
@@ -103,7 +103,7 @@ def test_routed_is_broadcast_bit_for_bit_and_names_what_a_rank_holds_and_nothing
                 assert combine(run(targets[rank].digest()) for rank in ref.ranks) == broadcast.digest
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(deployment=family_deployments(max_ranks=2, max_tp=4), again=st.integers(1, 3))
 def test_ranks_share_a_route_exactly_when_they_hold_the_same(deployment: Deployment, again: int) -> None:
     deployment = replace(deployment, layouts=deployment.layouts * again)

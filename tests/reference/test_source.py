@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from weightsync.reference.buckets import DELTA, Heading, unpack
+from weightsync.reference.detect import Detector
 from weightsync.reference.digest import combine, state_digest
 from weightsync.reference.errors import PlanMismatch, StaleVersion
 from weightsync.reference.layouts import row_map, vocab
@@ -22,6 +23,7 @@ from weightsync.testing.twosides import TwoSides, cut_map, random_state
 A = ParamMeta("a", torch.bfloat16, (4, 6))
 B = ParamMeta("b", torch.int8, (5,))
 HUGE = 1 << 31
+A_BITS = torch.zeros(A.shape, dtype=A.dtype)
 HEADING = Heading(DELTA, 1, 1, 2)
 
 
@@ -62,6 +64,16 @@ def test_changes_own_their_memory_and_nothing_is_advanced() -> None:
     run(sides.sources[0].snapshot(1))
     assert torch.equal(changes.patches[0][1], bits)
     assert run(sides.sources[0].diff(1, 0)).counts == (1,)
+
+
+def test_changes_carry_the_bits_that_the_base_had() -> None:
+    sides = two_ranks(A, B)
+    before = int_view(sides.sources[0].params["p0"]).clone()
+    assert changed_by(sides, [[(0, 1), (2, 1), (3, 1)], [(4, 1)]]) == [(2, 0), (1, 1)]
+    _, new, old = run(sides.sources[0].diff(1, 0)).patches[0]
+    assert old is not None
+    assert old.tolist() == before[[0, 2]].tolist()
+    assert (new ^ old).tolist() == [1, 1]
 
 
 def test_without_a_base_every_owned_element_counts() -> None:
@@ -171,9 +183,8 @@ def test_a_digest_afresh_shows_what_a_diff_missed(monkeypatch: pytest.MonkeyPatc
     run(source.digest(0))
     sides.train([[(0, 1)]])
     run(source.snapshot(1))
-    monkeypatch.setattr(
-        "weightsync.reference.source.changed", lambda new, old: torch.empty(0, dtype=torch.int64)
-    )
+    none = Detector().find(A_BITS, A_BITS)
+    monkeypatch.setattr(Detector, "find", lambda detector, new, old: none)
     assert run(source.diff(1, 0)).nnz == 0
     assert run(source.digest(1)) == run(source.digest(0))
     assert run(source.digest(1, afresh=True)) != run(source.digest(0))

@@ -18,6 +18,7 @@ from weightsync.reference.buckets import (
     abort_bucket,
     end_bucket,
     pack_bucket,
+    seal,
 )
 from weightsync.reference.encoding import Encoding
 from weightsync.reference.errors import PatchMismatch, PlanMismatch, StaleVersion
@@ -76,7 +77,7 @@ def dense(base: int, count: int, *, tensor: int = 0, sequence: int = 0, kind: st
 
 def reheaded(bucket: Bucket, **changes: int | str) -> Bucket:
     heading = replace(bucket.header.heading, **changes)  # type: ignore[arg-type]
-    return Bucket(replace(bucket.header, heading=heading), bucket.payload)
+    return seal(heading, bucket.header.ranges, bucket.payload, bucket.header.status)
 
 
 def offer(target: Target, bucket: Bucket, *, base: int = 1, sequence: int = 0) -> Decoded:

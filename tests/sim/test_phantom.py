@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from weightsync.reference.members import RankId
-from weightsync.reference.protocol import Outcome
+from weightsync.reference.protocol import Outcome, ProtocolSettings
 from weightsync.reference.source import Source
 from weightsync.reference.target import Target
 from weightsync.sim.phantom import PhantomSource, PhantomTarget
 from weightsync.testing.faults import FaultRun
-from weightsync.testing.tiny import tiny_deployment
+from weightsync.testing.tiny import SETTINGS, tiny_deployment
 
 
 class Counted(FaultRun):
     """The same run with phantoms; ``totals`` are the counts that a run with values showed, update by update."""
 
-    def __init__(self, totals: Sequence[Sequence[int]]) -> None:
+    def __init__(self, totals: Sequence[Sequence[int]], settings: ProtocolSettings = SETTINGS) -> None:
         self.totals = totals
-        super().__init__()
+        super().__init__(settings=settings)
         self.promises.check_bits = lambda ref, when: None  # type: ignore[method-assign]  # there are no bits
 
     def _verbs(self, rank: RankId, local: Any, engine: Any = None) -> Any:
@@ -57,6 +58,24 @@ def test_a_counted_run_shows_the_same_verbs_and_bytes(with_values: FaultRun) -> 
     assert sizes(run.report.outcomes["trainer.0"]) == sizes(with_values.report.outcomes["trainer.0"])
     for rank in with_values.report.trace.ranks():
         assert run.report.trace.verbs(rank) == with_values.report.trace.verbs(rank)
+
+
+def test_a_counted_routed_run_sends_the_full_update_to_the_byte() -> None:
+    settings = replace(SETTINGS, route="owned")
+    real = FaultRun(settings=settings)
+    real.run()
+    outcomes = real.report.outcomes["trainer.0"]
+    run = Counted(
+        [outcome.counts or (0,) * len(tiny_deployment().plan.pieces) for outcome in outcomes], settings
+    )
+    run.run()
+    assert run.report.violations == real.report.violations == []
+    found = run.report.outcomes["trainer.0"]
+    assert [(o.version, o.committed, o.full, o.changed) for o in found] == [
+        (o.version, o.committed, o.full, o.changed) for o in outcomes
+    ]
+    assert [o.full_bytes for o in found] == [o.full_bytes for o in outcomes]
+    assert all(o.delta_bytes > 0 for o in found[1:])
 
 
 def test_the_ranks_shares_add_up_to_the_given_counts() -> None:

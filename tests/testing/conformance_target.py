@@ -222,6 +222,28 @@ class TargetConformance(ConformanceBase):
                 found, sample.digest(sample.before), f"digest of rollout {ref.number}, summed over its ranks"
             )
 
+    @EACH_SAMPLE
+    def test_a_digest_follows_a_delta_and_its_rollback(self, what: str) -> None:
+        """What is kept while writing is what a recount finds, before a rollback and after it."""
+        sample = make_sample(what)
+        targets, buckets = self.targets(sample), sample.reference_buckets(DELTA)
+
+        async def main(verbs: Verbs, _: Any) -> tuple[tuple[int, int, int], ...]:
+            first = await verbs.digest()
+            await take_in(verbs, sample, DELTA, buckets)
+            kept = await verbs.digest(), await verbs.digest(afresh=True)
+            await verbs.rollback()
+            back = await verbs.digest(), await verbs.digest(afresh=True)
+            return (first, *kept), (first, *back)
+
+        found = self.each(targets, main)
+        for ref in sample.deployment.rollouts:
+            for moment, state in enumerate((sample.after, sample.before)):
+                what = f"digest of rollout {ref.number} {('after a delta', 'after its rollback')[moment]}"
+                for which, words in ((1, "kept"), (2, "recounted")):
+                    total = combine(found[rank][moment][which] for rank in ref.ranks)
+                    expect_equal(total, sample.digest(state), f"{what}, {words}")
+
     def test_a_digest_sees_where_bits_are(self) -> None:
         """Two elements that change places leave every sum of values, and every sum of bits, as it was."""
 
@@ -254,11 +276,11 @@ class TargetConformance(ConformanceBase):
         sample = make_sample()
         rank = sample.rollout_ranks[0]
         target, name = self.targets(sample)[rank], sample.deployment.tensors[0].name
-        clean = self.each({rank: target}, lambda verbs, _: verbs.digest())[rank]
+        clean = self.each({rank: target}, lambda verbs, _: verbs.digest(afresh=True))[rank]
         weight = self.peek(target, WEIGHTS, name)
         change(int_view(weight))
         self.poke(target, WEIGHTS, name, weight)
-        found = self.each({rank: target}, lambda verbs, _: verbs.digest())[rank]
+        found = self.each({rank: target}, lambda verbs, _: verbs.digest(afresh=True))[rank]
         assert found != clean, (
             f"digest after {what} in {name}: got {found} as before, expected another number"
         )

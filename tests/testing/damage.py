@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-import xxhash
 from torch import Tensor
 
-from weightsync.reference.buckets import TABLE_ENTRY_BYTES, Bucket, Heading, Range, pack_bucket, unpack
+from weightsync.reference.buckets import TABLE_ENTRY_BYTES, Bucket, Heading, Range, pack_bucket, seal, unpack
 from weightsync.reference.encoding import Encoding
 from weightsync.reference.params import ParamMeta
 
@@ -24,9 +23,8 @@ def renumbered(bucket: Bucket, sequence: int) -> Bucket:
 
 
 def sealed(bucket: Bucket, payload: Tensor) -> Bucket:
-    """A bucket whose header announces ``payload``, checksum included."""
-    checksum = xxhash.xxh3_128_digest(bytes(payload.numpy()))
-    return Bucket(replace(bucket.header, payload_bytes=payload.numel(), checksum=checksum), payload)
+    """A bucket whose header announces ``payload``, sums included."""
+    return seal(bucket.header.heading, bucket.header.ranges, payload, bucket.header.status)
 
 
 def _good(buckets: Sequence[Bucket], tensors: Tensors) -> Bucket:
@@ -68,7 +66,7 @@ def _unsorted(positions: Tensor) -> None:
 
 def _headed(bucket: Bucket, **numbers: int) -> Bucket:
     heading: Heading = replace(bucket.header.heading, **numbers)  # type: ignore[arg-type]
-    return Bucket(replace(bucket.header, heading=heading), bucket.payload)
+    return seal(heading, bucket.header.ranges, bucket.payload, bucket.header.status)
 
 
 def _heading(name: str, by: int) -> Damage:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from weightsync.reference.baselines import make_baseline
+from weightsync.reference.dirty import DirtyBits
 from weightsync.reference.members import RankId, RolloutRef
 from weightsync.reference.params import int_view
 from weightsync.reference.protocol import ProtocolSettings
@@ -38,20 +40,25 @@ ENDED_NS = 1 * MS
 """How long after a kill whoever restarts the rollout has ended the rest of it."""
 
 
-class _SimEffects:
+class SimEffects:
+    """Makes planned faults happen on a simulated cluster; implements ``sim.faults.Effects``."""
+
     def __init__(self, cluster: SimCluster, on_kill: Callable[[str], None]) -> None:
         self.cluster = cluster
         self.on_kill = on_kill
 
     async def kill(self, rank: str) -> None:
+        """See ``sim.faults.Effects.kill``."""
         self.cluster.kill(rank)
         self.on_kill(rank)
         await self.cluster.clocks[rank].wait(self.cluster.world.future(), None)
 
     def now_ns(self) -> int:
+        """See ``sim.faults.Effects.now_ns``."""
         return self.cluster.world.now_ns()
 
     async def stall(self, rank: str, verb: str, index: int) -> None:
+        """See ``sim.faults.Effects.stall``."""
         clock = self.cluster.clocks[rank]
         if verb == "post":
             late_ns = (10 + 7 * index % 41) * MS
@@ -71,6 +78,7 @@ class FaultRun:
         settings: of the protocol.
         detect_ns: how long after a kill its data groups break.
         verbs: changes each rank's verbs before it runs; how a test plants a wrong backend.
+        baseline: what the trainer tells changes by; see ``reference.baselines``.
     """
 
     def __init__(
@@ -84,7 +92,9 @@ class FaultRun:
         settings: ProtocolSettings = SETTINGS,
         detect_ns: int = 0,
         verbs: Callable[[SimVerbs], None] | None = None,
+        baseline: str = "whole",
     ) -> None:
+        self.baseline = baseline
         self.deployment = tiny_deployment()
         self.history = History(self.deployment, memo())
         self.step = 0
@@ -115,6 +125,7 @@ class FaultRun:
         for number, params in enumerate(self.params):
             for name, parameter in params.items():
                 self.deployment.attributes[number][name].stamp(parameter)
+        self.dirty = [DirtyBits(params) for params in self.params] if baseline == "dirty" else []
         self.change = verbs
         self.trainers = [self._trainer(trainer, rank) for rank in self.deployment.trainers]
         for ref in self.deployment.rollouts:
@@ -141,7 +152,7 @@ class FaultRun:
 
     def _verbs(self, rank: RankId, local: Any, engine: SimEngine | None = None) -> SimVerbs:
         if str(rank) not in self.hooks:  # a rank that is started again counts its awaits on
-            self.hooks[str(rank)] = FaultHooks(str(rank), self.plan, _SimEffects(self.cluster, self._killed))
+            self.hooks[str(rank)] = FaultHooks(str(rank), self.plan, SimEffects(self.cluster, self._killed))
         hooks = self.hooks[str(rank)]
         verbs = self.cluster.verbs(rank, local, engine=engine, trace=self.report.trace, hooks=hooks)
         if self.change is not None:
@@ -149,7 +160,9 @@ class FaultRun:
         return verbs
 
     def _trainer(self, kind: type[Trainer], rank: RankId) -> Trainer:
-        source = Source(self.deployment.plan, rank.rank, self.params[rank.rank])
+        plan, dirty = self.deployment.plan, self.dirty[rank.rank] if self.dirty else None
+        baseline = make_baseline(self.baseline, plan.maps[rank.rank], dirty)
+        source = Source(plan, rank.rank, self.params[rank.rank], baseline)
         lead = rank == self.deployment.trainers[0]
         return kind(
             self._verbs(rank, source), self.deployment.plan, self.deployment.trainers, self.deployment.rollouts,
@@ -221,9 +234,11 @@ class FaultRun:
         name, ledger = str(self.deployment.trainers[rank]), self.cluster.ledger
         self.step = step
         interval = ledger.begin(name, "optimizer", Touched(0, writes=("live",)), self.world.now_ns())
-        for parameter, new in zip(
-            self.params[rank].values(), tiny_shards(self.seed, step)[rank].values(), strict=True
+        for (key, parameter), new in zip(
+            self.params[rank].items(), tiny_shards(self.seed, step)[rank].values(), strict=True
         ):
+            if self.dirty:
+                self.dirty[rank].mark(key, new, parameter)
             int_view(parameter.data).copy_(int_view(new.data))
         await self.cluster.clocks[name].sleep_until(self.world.now_ns() + 1000)
         ledger.end(interval)

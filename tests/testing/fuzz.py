@@ -34,6 +34,7 @@ class Case:
         receive: ``stage`` or ``stream``.
         detect_ms: how long after a kill its data groups break.
         route: ``all`` or ``owned``.
+        baseline: what the trainer tells changes by.
     """
 
     faults: tuple[AnyFault, ...]
@@ -42,13 +43,14 @@ class Case:
     receive: str = "stage"
     detect_ms: int = 0
     route: str = "all"
+    baseline: str = "whole"
 
     def run(self, protocol: Protocol) -> Report:
         """Make the run."""
         settings = replace(SETTINGS, receive=self.receive, route=self.route)  # type: ignore[arg-type]
         return FaultRun(
             self.faults, trainer=protocol.trainer, rollout=protocol.rollout, updates=self.updates, seed=self.seed,
-            settings=settings, detect_ns=self.detect_ms * MS,
+            settings=settings, detect_ns=self.detect_ms * MS, baseline=self.baseline,
         ).run()  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weightsync.backends.session import ReceiverSession
-from weightsync.reference.buckets import Bucket
+from weightsync.reference.buckets import Bucket, seal
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.members import RankId
 from weightsync.reference.protocol import DELTA, FULL
@@ -56,8 +56,7 @@ def recorded(
 def renumbered(buckets: Sequence[Bucket], version: int) -> list[Bucket]:
     """The same update under another number."""
     return [
-        replace(one, header=replace(one.header, heading=replace(one.header.heading, version=version)))
-        for one in buckets
+        seal(replace(one.header.heading, version=version), one.header.ranges, one.payload) for one in buckets
     ]
 
 

@@ -18,6 +18,7 @@ STALL_NS = 250 * MS
 """Longer than every deadline, shorter than the lease."""
 
 SETTINGS = ProtocolSettings(
+    verify_every=2,  # so that both ways of proving a digest are met
     connect_ns=50 * MS,
     update_ns=100 * MS,
     lease_ns=600 * MS,

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.buckets import Bucket
+from weightsync.reference.changes import Changes, Found, in_pieces
 from weightsync.reference.control import Message
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import DeadlineExceeded, GroupBroken
 from weightsync.reference.members import Group
 from weightsync.reference.params import TPAttributes, carry, int_view, read
 from weightsync.reference.rowmap import RowMap
-from weightsync.reference.source import Changes, Held, Source
+from weightsync.reference.share import KeptShare
+from weightsync.reference.source import Held, Source
 from weightsync.reference.steps import Step, Touched, run
 from weightsync.reference.target import Decoded, Target
 from weightsync.testing.damage import sealed
@@ -38,10 +40,10 @@ class CarriesAttributesOnce(Source):
     """Carries attributes when a slot's memory is allocated, and never again."""
 
     def snapshot(self, slot: int) -> Step[Held]:
-        first = {name: read(tensor) for name, tensor in self._slots._copies[slot].items()}
+        first = {name: read(tensor) for name, tensor in self.baseline._slots._copies[slot].items()}
         held = yield from super().snapshot(slot)
         for name, attributes in first.items():
-            attributes.stamp(self._slots._copies[slot][name])
+            attributes.stamp(self.baseline._slots._copies[slot][name])
         return held
 
 
@@ -61,7 +63,7 @@ class KeepsTheLiveTensor(Source):
     def snapshot(self, slot: int) -> Step[Held]:
         held = yield from super().snapshot(slot)
         for name, live in self.params.items():
-            self._slots._copies[slot][name] = carry(live, live.detach())
+            self.baseline._slots._copies[slot][name] = carry(live, live.detach())
         return held
 
 
@@ -70,13 +72,13 @@ class ComparesValues(Source):
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         yield Touched(0)
-        found: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        found: Found = {}
         new, old = self.held(slot), self.held(base or 0)
         for row_map in self._maps:
             self._compare(row_map, new[row_map.name], old[row_map.name], found)
-        return self._in_pieces(slot, base or 0, found)
+        return in_pieces(self.plan, slot, base or 0, found)
 
-    def _compare(self, row_map: RowMap, new: Tensor, old: Tensor, found: dict[int, list[Any]]) -> None:
+    def _compare(self, row_map: RowMap, new: Tensor, old: Tensor, found: Found) -> None:
         local = (new != old).reshape(-1).nonzero().reshape(-1)
         output, flat = row_map.to_checkpoint(local)
         for index, number in enumerate(row_map.outputs):
@@ -91,7 +93,7 @@ class OffByOne(Source):
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         changes = yield from super().diff(slot, base)
-        patches = {number: (positions + 1, bits) for number, (positions, bits) in changes.patches.items()}
+        patches = {number: (patch[0] + 1, *patch[1:]) for number, patch in changes.patches.items()}
         return replace(changes, patches=patches)
 
 
@@ -103,7 +105,7 @@ class SendsWhatDidNotChange(Source):
         if base is None or self.rank or changes.nnz:
             return changes
         bits = int_view(next(iter(self.held(slot).values())))[:1].clone()
-        patches = {0: (torch.zeros(1, dtype=torch.int32), bits)}
+        patches = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
         return replace(changes, counts=(1, *changes.counts[1:]), patches=patches)
 
 
@@ -169,9 +171,50 @@ class KeepsTheUndoLog(Target):
 class SumsBits(Target):
     """A digest that does not ask where the bits are."""
 
-    def digest(self) -> Step[int]:
+    def digest(self, *, afresh: bool = False) -> Step[int]:
         yield Touched(0)
         return wrap(sum(int(int_view(weight).sum()) for weight in self.weights.values()))
+
+
+class CountsReplicas(Target):
+    """Follows every write, also of rows that another rank speaks for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _share_of(self, _CountingReplicas)
+
+
+class TakesOldBitsForZeros(Target):
+    """Follows what comes, and not what was there."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        _share_of(self, _Adding)
+
+
+class KeepsTheShareOfWhatIsUndone(Target):
+    """Writes the old bits back, and tells the digest of the new ones."""
+
+    def rollback(self) -> Step[int]:
+        kept = self._share.value
+        nbytes = yield from super().rollback()
+        self._share.value = kept
+        return nbytes
+
+
+def _share_of(target: Target, kind: type[KeptShare]) -> None:
+    target._share.__class__ = kind
+
+
+class _CountingReplicas(KeptShare):
+    def _moved(self, term: Any, width: int, index: Tensor, old: Tensor, new: Tensor) -> int:
+        every = replace(term.row_map, owned=term.row_map.tensor >= 0)
+        return super()._moved(replace(term, row_map=every), width, index, old, new)
+
+
+class _Adding(KeptShare):
+    def _moved(self, term: Any, width: int, index: Tensor, old: Tensor, new: Tensor) -> int:
+        return super()._moved(term, width, index, torch.zeros_like(old), new)
 
 
 # ---- data groups and the control plane ---------------------------------------------------------------------
