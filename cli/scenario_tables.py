@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightsync.cli.model.config import DTYPES
 from weightsync.cli.model.families import make_family
+from weightsync.reference.baselines import named
 from weightsync.reference.batching.minibatch import rechunked
 from weightsync.reference.errors import BatchError, WeightSyncError
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE

@@ -31,7 +31,6 @@ class Held:
     nbytes: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Source:
     """The bytes of one trainer rank.
 
