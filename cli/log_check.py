@@ -10,7 +10,8 @@ from typing import Any
 
 from weightsync.cli.logs import KEYS, MESSAGE, JsonLines, attached
 
-UPDATE = {"version", "reason", "kind", "members", "full", "gone", "rejoined", "changed", "elements", "density"} | {
+UPDATE = {"version", "reason", "kind", "members", "full", "squashed", "gone", "rejoined", "changed"} | {
+    "elements", "density",
     "full_bytes", "delta_bytes", "bits_per_change", "digest", "exposed_ns",
 }  # fmt: skip
 OWN = {"digest", "exposed_ns"}

@@ -193,12 +193,13 @@ def fuzz(
         bool, typer.Option("--exhaustive", help="Every fault at every await instead.")
     ] = False,
     receive: Annotated[str, typer.Option(help="stage or stream; for --exhaustive.")] = "stage",
+    workers: Annotated[int, typer.Option(min=1, help="How many processes share the runs.")] = 1,
 ) -> None:
     """Run the protocol under planted faults on sim; a plan that breaks a promise is reduced and printed."""
     with sentences():
         if receive not in ("stage", "stream"):
             raise ScenarioError(f"--receive is {receive!r}; expected stage or stream")
-        found = fuzz_command(Console(), None if exhaustive else seeds, receive)
+        found = fuzz_command(Console(), None if exhaustive else seeds, receive, workers)
     if found:
         raise typer.Exit(1)
 

@@ -63,6 +63,7 @@ def settings(scenario: Scenario) -> ProtocolSettings:
         receive=policy.receive,
         route=policy.route,
         verify_every=policy.verify_every,
+        history_bytes=policy.history_bytes,
         on_rollout_loss=policy.on_rollout_loss,
         connect_ns=policy.update_ms * MS,
         update_ns=policy.update_ms * MS,

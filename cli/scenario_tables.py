@@ -227,6 +227,7 @@ class Policy(Table):
     baseline: Literal["whole", "shards", "dirty"] = "whole"
     verify_every: int = Field(default=10, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
+    history_bytes: int = Field(default=256 * MIB, ge=0)
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     update_ms: int = Field(default=60_000, ge=1)
     lease_ms: int = Field(default=10_000, ge=1)

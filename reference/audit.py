@@ -63,6 +63,7 @@ async def audit(trainer: Trainer, deadline_ns: int) -> AuditReport:
         problems["trainer"] = f"its snapshot of version {version} has digest {found}, it pushed {pushed}"
         trainer.slots.acknowledge(None)
         trainer.slots.invalidate(slot)
+        trainer.history.clear()  # a step that was compared with it may lack a position
     if problems:
         await trainer.reconnect()
     return AuditReport(version, pushed, tuple(told["members"]), problems)

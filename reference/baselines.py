@@ -49,7 +49,7 @@ class Baseline(Protocol):
     """The snapshots of one trainer rank. ``maps`` says what the tensors it holds are, which may be fewer rows."""
 
     traits: Traits
-    maps: Sequence[RowMap]
+    maps: tuple[RowMap, ...]
 
     @property
     def nbytes(self) -> int:

@@ -28,6 +28,30 @@ Found: TypeAlias = dict[int, list[Told]]
 """Number of a checkpoint tensor -> what each parameter tells of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A whole snapshot: its slot, and the bytes that were copied."""
+
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """One rank's share of a gather group: uint8 (nbytes,), new memory."""
+
+    payload: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it brings to the gather."""
+        return self.payload.numel()
+
+    def copy(self) -> Part:
+        """The same part in memory of its own."""
+        return Part(self.payload.clone())
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Changes:
     """What one rank tells of the difference between two slots, in checkpoint coordinates.

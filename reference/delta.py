@@ -49,10 +49,10 @@ def diff(meta: ParamMeta, new: Tensor, old: Tensor, detector: Detector | None = 
         PatchMismatch: a tensor has another dtype or shape. A cast belongs before the diff: in fp32 more
             elements differ than in the bf16 that travels.
     """
-    for found in (new, old):
-        if found.dtype != meta.dtype or tuple(found.shape) != meta.shape:
+    for given in (new, old):
+        if given.dtype != meta.dtype or tuple(given.shape) != meta.shape:
             raise PatchMismatch(
-                f"tensor {meta.name!r} came to the diff as {found.dtype} {list(found.shape)}, expected "
+                f"tensor {meta.name!r} came to the diff as {given.dtype} {list(given.shape)}, expected "
                 f"{meta.dtype} {list(meta.shape)}; cast it once, before the diff and before its metadata is "
                 "written"
             )

@@ -76,7 +76,8 @@ class Marks:
         self.add(Marks(np.packbits(flags), self.numel, None if self.old is None else (at, old)))
 
     def _has(self, at: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return (self.bits[at >> 3] >> (7 - (at & 7)).astype(np.uint8)) & 1 == 1
+        marked: NDArray[np.bool_] = (self.bits[at >> 3] >> (7 - (at & 7)).astype(np.uint8)) & 1 == 1
+        return marked
 
 
 @dataclass(eq=False)
@@ -124,10 +125,10 @@ class DirtyBits:
             PlanMismatch: no such parameter, or tensors of another shape or dtype than it has.
         """
         param = self._param(name)
-        for found in (new, old):
-            if found.shape != param.shape or found.dtype != param.dtype:
+        for given in (new, old):
+            if given.shape != param.shape or given.dtype != param.dtype:
                 raise PlanMismatch(
-                    f"bits of parameter {name!r} come as {found.dtype} {list(found.shape)}, expected {param.dtype} "
+                    f"bits of parameter {name!r} come as {given.dtype} {list(given.shape)}, expected {param.dtype} "
                     f"{list(param.shape)}; mark what is written, after the cast"
                 )
         found = Detector().find(new, old, old_bits=self.record_old)

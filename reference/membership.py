@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.reference.errors import PeerLost, WeightSyncError
 from weightsync.reference.members import RolloutRef
+from weightsync.reference.snapshot import SLOTS
 
 if TYPE_CHECKING:
     from weightsync.reference.trainer import Trainer
 
 
 async def find_members(trainer: Trainer, deadline_ns: int) -> Mapping[str, Any]:
-    """The lead's word on connecting: epoch, members, who is behind, who is gone, and the slot that the others hold.
+    """The lead's word on connecting: epoch, members, who is gone, the slot to compare with, and who does not hold it.
+
+    Who does not is ``behind``: with the version that a squashed delta starts from, or None, for a full update.
 
     The epoch is the present one while every member is there, was never lost meanwhile, and nobody came back.
     """
@@ -53,7 +56,11 @@ async def find_members(trainer: Trainer, deadline_ns: int) -> Mapping[str, Any]:
             "look at their status"
         )
     slot = _best_slot(trainer, list(reports.values()))
-    behind = [n for n, report in reports.items() if slot is None or _slot_of(trainer, report) != slot]
+    behind = {
+        str(number): _base_of(trainer, report, slot)
+        for number, report in reports.items()
+        if slot is None or _slot_of(trainer, report) != slot
+    }
     highest = max([trainer.highest, *(report["highest"] for report in reports.values())])
     return {
         "epoch": epoch, "highest": highest, "members": list(reports), "behind": behind, "slot": slot,
@@ -115,7 +122,25 @@ def _slot_of(trainer: Trainer, report: Mapping[str, Any]) -> int | None:
 
 
 def _best_slot(trainer: Trainer, reports: Sequence[Mapping[str, Any]]) -> int | None:
-    """The slot that most members hold, so that the fewest need a full update; ties go to the acknowledged."""
-    held = [slot for slot in (_slot_of(trainer, report) for report in reports) if slot is not None]
-    order = sorted(set(held), key=lambda slot: (-held.count(slot), slot != trainer.slots.acknowledged, slot))
-    return order[0] if order else None
+    """The slot to compare with: from which most members can be sent a delta, and most of those the smallest.
+
+    Ties go to the acknowledged one; None when everybody needs a full update.
+    """
+    order: list[tuple[int, int, bool, int]] = []
+    for slot in range(SLOTS):
+        held = sum(trainer.slots.held(slot) is not None and _slot_of(trainer, one) == slot for one in reports)
+        missed = sum(_base_of(trainer, one, slot) is not None for one in reports)
+        if held or missed:
+            order.append((-max(held, missed), -held, slot != trainer.slots.acknowledged, slot))
+    return min(order)[3] if order else None
+
+
+def _base_of(trainer: Trainer, report: Mapping[str, Any], slot: int | None) -> int | None:
+    """The version that a delta for this rollout starts from, known from there to the slot's; None when none is."""
+    held = trainer.slots.held(slot) if slot is not None else None
+    if held is None or report["dirty"] is not None:
+        return None
+    version: int = report["version"]
+    at = {held[0]: held[1]}.get(version, trainer.history.digests.get(version))
+    known = at == report["digest"] and trainer.history.path(version, held[0]) is not None
+    return version if known else None

@@ -31,6 +31,8 @@ class UpdateMetrics:
         changed: elements that differ from the version before; all of them when nobody received a delta.
         elements: elements of the whole checkpoint.
         full_bytes: bytes broadcast as full updates; None on a rank that does not send.
+        squashed: numbers of the rollouts that had missed versions and were sent them as one delta.
+        history_bytes: what this rank keeps of the positions that versions changed.
         delta_bytes: bytes broadcast as deltas, headers and trailer included; None likewise.
         rank: name of the rank that saw this, or "".
         total_ns: from the first of the ranks known here into ``update()`` until the last one's return. A callback
@@ -62,6 +64,8 @@ class UpdateMetrics:
     lost: Mapping[int, str] = field(default_factory=dict)
     gone: tuple[int, ...] = ()
     rejoined: tuple[int, ...] = ()
+    squashed: tuple[int, ...] = ()
+    history_bytes: int = 0
 
     @property
     def wire_bytes(self) -> int | None:
@@ -90,6 +94,7 @@ class UpdateMetrics:
             "kind": self.kind,
             "members": list(self.members),
             "full": list(self.full),
+            "squashed": list(self.squashed),
             "gone": list(self.gone),
             "rejoined": list(self.rejoined),
             "changed": self.changed,
@@ -111,6 +116,7 @@ class UpdateMetrics:
             "kind": self.kind,
             "members": len(self.members),
             "full_members": len(self.full),
+            "squashed_members": len(self.squashed),
             "changed_elements": self.changed,
             "elements": self.elements,
             "density": self.density,
@@ -121,6 +127,7 @@ class UpdateMetrics:
             "total_ns": self.total_ns,
             "exposed_ns": self.exposed_ns,
             "highest_version": self.highest,
+            "history_bytes": self.history_bytes,
             "lost_rollouts": len(self.lost),
             "rejoined_rollouts": len(self.rejoined),
         }
@@ -143,6 +150,7 @@ def update_metrics(
     sends: bool = True,
     highest: int = 0,
     lost: Mapping[int, str] | None = None,
+    history_bytes: int = 0,
 ) -> UpdateMetrics:
     """The metrics of one update.
 
@@ -155,6 +163,7 @@ def update_metrics(
         sends: True on the lead, which alone counts the bytes.
         highest: the highest version number ever tried.
         lost: number of each lost rollout, and why.
+        history_bytes: what the rank keeps of the positions that versions changed.
     """
     changed = elements if outcome.changed is None else outcome.changed
     if outcome.version is None:  # it ended before anything was sent
@@ -165,7 +174,7 @@ def update_metrics(
         _kind(outcome, changed), outcome.members, outcome.full, changed, elements,
         outcome.full_bytes if sends else None, outcome.delta_bytes if sends else None,
         rank, total_ns(inside), exposed_ns(inside), own.phase_ns(), highest, dict(lost or {}),
-        outcome.gone, outcome.rejoined,
+        outcome.gone, outcome.rejoined, outcome.squashed, history_bytes,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,22 +15,6 @@ from weightsync.reference.pieces import OwnedRows
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.wire.forms import Values
 from weightsync.reference.wire.values import coded
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Part:
-    """One rank's share of a gather group: uint8 (nbytes,), new memory."""
-
-    payload: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes it brings to the gather."""
-        return self.payload.numel()
-
-    def copy(self) -> Part:
-        """The same part in memory of its own."""
-        return Part(self.payload.clone())
 
 
 def part_jobs(

@@ -103,26 +103,27 @@ class TransferPlan:
             totals[piece.tensor] += count
         return tuple(totals)
 
-    def groups(self, counts: Sequence[int] | None) -> tuple[GatherGroup, ...]:
+    def groups(self, counts: Sequence[int] | None, *, absolute: bool = False) -> tuple[GatherGroup, ...]:
         """The gather groups of an update, in order; pieces without a change are left out.
 
         A piece travels dense in a full update, and where that takes no more bytes. A group is closed before
         it exceeds ``bucket_bytes``; a piece that exceeds it alone is a group of several buckets.
+        ``absolute`` says that nobody knows the old bits of these changes, so that no value may be a difference.
         """
         if counts is None:
             return self._full_groups
-        return self._grouped(counts)
+        return self._grouped(counts, absolute)
 
     @cached_property
     def _full_groups(self) -> tuple[GatherGroup, ...]:
-        return self._grouped(None)
+        return self._grouped(None, True)
 
-    def _grouped(self, counts: Sequence[int] | None) -> tuple[GatherGroup, ...]:
+    def _grouped(self, counts: Sequence[int] | None, absolute: bool) -> tuple[GatherGroup, ...]:
         groups: list[GatherGroup] = []
         waiting: list[RangeSpec] = []
         numbers: list[int] = []
         filled = HEADER_BYTES
-        for number, one, nbytes in self._ranges(counts):
+        for number, one, nbytes in self._ranges(counts, absolute):
             if waiting and filled + nbytes > self.bucket_bytes:
                 groups.append(self._close(numbers, waiting, filled))
                 numbers, waiting, filled = [], [], HEADER_BYTES
@@ -152,9 +153,10 @@ class TransferPlan:
         """
         return END_BYTES + sum(bucket.nbytes for group in self.groups(counts) for bucket in group.buckets)
 
-    def likely_bytes(self, counts: Sequence[int] | None) -> int:
-        """The same, estimated: as ``update_bytes`` where that is exact."""
-        return END_BYTES + sum(bucket.likely for group in self.groups(counts) for bucket in group.buckets)
+    def likely_bytes(self, counts: Sequence[int] | None, *, absolute: bool = False) -> int:
+        """The same, estimated: as ``update_bytes`` where that is exact. ``absolute`` as in ``groups``."""
+        groups = self.groups(counts, absolute=absolute)
+        return END_BYTES + sum(bucket.likely for group in groups for bucket in group.buckets)
 
     def range_of(self, piece: Piece, form: Form, count: int, itemsize: int) -> RangeSpec:
         """All that travels of a piece, or of its window in a slice, as one range in ``form``."""
@@ -254,7 +256,7 @@ class TransferPlan:
                     f"the trainer's ranks, expected {width}; correct the layout table or the attributes"
                 )
 
-    def _ranges(self, counts: Sequence[int] | None) -> Iterator[tuple[int, RangeSpec, int]]:
+    def _ranges(self, counts: Sequence[int] | None, absolute: bool) -> Iterator[tuple[int, RangeSpec, int]]:
         """Per piece with a change: its number, all of it as one range, and the bytes it adds to a bucket."""
         if counts is not None and len(counts) != len(self.pieces):
             raise PlanMismatch(
@@ -274,7 +276,11 @@ class TransferPlan:
                 continue
             itemsize = itemsizes[number]
             wire = self.wire
-            form = wire.full_form(whole, itemsize) if counts is None else wire.form(count, whole, itemsize)
+            form = (
+                wire.full_form(whole, itemsize)
+                if counts is None
+                else wire.form(count, whole, itemsize, absolute=absolute)
+            )
             if form.positions is Encoding.DENSE:
                 count = whole
             one = self.range_of(piece, form, count, itemsize)

@@ -27,6 +27,8 @@ class ProtocolSettings:
         verify_every: digests are compared at every update; every this many, all elements are read for them, on both
             sides. In between they follow the changes, which cannot show a bit that flipped where nothing was
             written. 0: never.
+        history_bytes: what each trainer rank may keep of the positions that earlier versions changed, so that a
+            rollout that missed some gets one delta; the oldest are dropped first. 0: it gets a full update.
         on_rollout_loss: ``"fail"``: a lost rollout ends the run, named; ``"continue"``: the others go on.
         connect_ns: deadline of connecting, from its start.
         update_ns: one deadline for everything after connecting, from its start.
@@ -40,6 +42,7 @@ class ProtocolSettings:
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
     verify_every: int = 10
+    history_bytes: int = 1 << 28
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     connect_ns: int = 10_000_000_000
     update_ns: int = 60_000_000_000
@@ -52,8 +55,9 @@ class ProtocolSettings:
         for name in ("connect_ns", "update_ns", "lease_ns", "patience_ns", "tries"):
             if getattr(self, name) <= 0:
                 raise PlanMismatch(f"{name} is {getattr(self, name)}; expected a positive number")
-        if self.verify_every < 0:
-            raise PlanMismatch(f"verify_every is {self.verify_every}; expected 0 (never) or more")
+        for name, none in (("verify_every", "never"), ("history_bytes", "none")):
+            if getattr(self, name) < 0:
+                raise PlanMismatch(f"{name} is {getattr(self, name)}; expected 0 ({none}) or more")
         if self.patience_ns < self.connect_ns + self.update_ns:
             raise PlanMismatch(
                 f"patience_ns is {self.patience_ns}; expected at least connect_ns + update_ns = "
@@ -76,10 +80,11 @@ class Outcome:
         reason: why not, or "".
         members: numbers of the rollouts that took part; of an update that ended before its start, were to.
         full: numbers of the rollouts that received a full update.
+        squashed: numbers of the rollouts that had missed versions and received them as one delta on their own.
         changed: changed elements over all ranks, or None when nobody received a delta.
         counts: changed elements per checkpoint tensor, or None likewise.
         full_bytes: bytes broadcast as full updates.
-        delta_bytes: bytes broadcast as deltas, headers and trailer included.
+        delta_bytes: bytes broadcast as deltas, squashed ones too, headers and trailer included.
         digest: digest of the version, signed 64 bit, or None.
         gone: numbers of the rollouts that were lost and have committed nothing since.
         rejoined: numbers of the rollouts that were lost before and committed this version.
@@ -98,6 +103,7 @@ class Outcome:
     digest: int | None = None
     gone: tuple[int, ...] = ()
     rejoined: tuple[int, ...] = ()
+    squashed: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

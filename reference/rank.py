@@ -209,6 +209,16 @@ class Verbs:
         """Handle to this rank's changed elements between two slots; ``base`` None counts every element. Trainer."""
         return await self._local("diff", lambda: self.local.diff(slot, base), lambda changes: changes.nbytes)
 
+    def trail(self, changes: Any) -> Any:
+        """Handle to the positions of ``changes`` without their values, for ``squash``. Trainer; not an await."""
+        return self.local.trail(changes)
+
+    async def squash(self, slot: int, trails: Sequence[Any]) -> Any:
+        """Handle to every element that any of ``trails`` names, with its bits in ``slot``. Trainer."""
+        return await self._local(
+            "squash", lambda: self.local.squash(slot, trails), lambda changes: changes.nbytes
+        )
+
     async def source_digest(self, slot: int, afresh: bool = False) -> int:
         """This rank's share of the digest of ``slot``, signed 64 bit; ``afresh`` reads every element. Trainer."""
         return await self._local("digest", lambda: self.local.digest(slot, afresh=afresh))

@@ -155,6 +155,10 @@ class BaselineSlots:
         """The slot that holds exactly this version with this digest, or None."""
         return next((slot for slot in range(SLOTS) if self._held[slot] == (version, digest)), None)
 
+    def held(self, slot: int) -> tuple[int, int] | None:
+        """Version and digest of what ``slot`` holds, or None."""
+        return self._held[_checked(slot)]
+
     def version(self, slot: int) -> int:
         """Version that ``slot`` holds; StaleVersion when it holds none."""
         return self._entry(slot)[0]

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
 from weightsync.reference.baselines import Baseline, WholeBaseline
 from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucket
-from weightsync.reference.changes import Changes, Found, collect, in_pieces
+from weightsync.reference.changes import Changes, Found, Held, Part, collect, in_pieces
 from weightsync.reference.detect import Detector
 from weightsync.reference.digest import OwnedDigest, combine
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
 from weightsync.reference.narrowing import narrow
-from weightsync.reference.parts import Part, part_jobs
+from weightsync.reference.parts import part_jobs
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.squash import Feeds, Trail, squash
 from weightsync.reference.steps import Step, Touched
 from weightsync.reference.wire.streams import Zstd
 
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A whole snapshot: its slot, and the bytes that were copied."""
-
-    slot: int
-    nbytes: int
+__all__ = ["Changes", "Held", "Part", "Source"]
 
 
 class Source:
@@ -92,16 +88,15 @@ class Source:
             StaleVersion: a slot holds no whole snapshot.
         """
         self.baseline.tensors(slot)
-        reads = (self.baseline.memory(slot),)
         if base is None:
-            yield Touched(0, reads)
+            yield Touched(0, reads=(self.baseline.memory(slot),))
             owned = tuple(self.plan.owned(self.rank, number) for number in range(len(self.plan.pieces)))
             return Changes(slot, None, owned)
         found: Found = {}
         half = len(self._maps) // 2
         for row_map in self._maps[:half]:
             collect(row_map, self.baseline.find(row_map.name, slot, base, self._detector), found)
-        reads = tuple(dict.fromkeys((*reads, self.baseline.memory(base))))
+        reads = tuple({self.baseline.memory(slot): None, self.baseline.memory(base): None})
         yield Touched(self.baseline.scanned([one.name for one in self._maps]), reads)
         for row_map in self._maps[half:]:
             collect(row_map, self.baseline.find(row_map.name, slot, base, self._detector), found)
@@ -132,6 +127,20 @@ class Source:
             shares += [self._tables[one.name].of(tensors[one.name]) for one in self._maps[half:]]
             self._digests[slot] = combine(shares)
         return self._digests[slot]
+
+    def trail(self, changes: Changes) -> Trail:
+        """The positions of changes without their values, in the same memory; what ``squash`` needs of a step."""
+        return Trail({number: patch[0] for number, patch in changes.patches.items()})
+
+    def squash(self, slot: int, trails: Sequence[Trail]) -> Step[Changes]:
+        """Every element that any of the trails names, as it is in ``slot``; at least one trail. New memory."""
+        patches = squash(self.plan, self._feeds, self.baseline.tensors(slot), trails)
+        nbytes = sum(positions.nbytes + bits.nbytes for positions, bits, _ in patches.values())
+        yield Touched(nbytes, reads=(self.baseline.memory(slot),))
+        counts = [0] * len(self.plan.pieces)
+        for number, (positions, _, _) in patches.items():
+            counts[number] = positions.numel()
+        return Changes(slot, None, tuple(counts), patches, nbytes, None)
 
     def part(self, slot: int, changes: Changes | None, group: GatherGroup) -> Step[Part]:
         """What this rank brings to the gather of ``group``: per piece a fixed section, padded; new memory.
@@ -196,6 +205,15 @@ class Source:
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
         return found == expected
+
+    @cached_property
+    def _feeds(self) -> Feeds:
+        """Per checkpoint tensor that the rank tells something of, the maps that do."""
+        feeds: dict[int, list[tuple[RowMap, int]]] = {}
+        for one in self._maps:
+            for output in one.tables.owned_outputs:
+                feeds.setdefault(one.outputs[output], []).append((one, output))
+        return feeds
 
 
 def _check_param(row_map: RowMap, params: Mapping[str, Tensor]) -> None:

@@ -93,6 +93,8 @@ class TrainerStatus:
         members: numbers of the rollouts that the next update counts on; empty after a failed one, which reconnects.
         last: the last update that is over, as ``UpdateMetrics.row`` says it, or None.
         rollouts: every rollout.
+        history_bytes: what the lead keeps of the positions that versions changed.
+        history: versions from which a rollout can be sent one delta.
     """
 
     version: int
@@ -102,6 +104,8 @@ class TrainerStatus:
     members: tuple[int, ...]
     last: Mapping[str, Any] | None
     rollouts: tuple[RolloutStatus, ...]
+    history_bytes: int = 0
+    history: tuple[int, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -118,6 +122,8 @@ class TrainerStatus:
             "members": list(self.members),
             "last": dict(self.last) if self.last is not None else None,
             "clean": self.clean,
+            "history_bytes": self.history_bytes,
+            "history": list(self.history),
             "rollouts": [
                 {
                     "rollout": rollout.number,
@@ -164,7 +170,8 @@ def assemble(trainer: Trainer, said: Mapping[RankId, RankStatus | str]) -> Train
             rank: f"{rank} was lost: its lease ended" if trainer.verbs.is_lost(rank) else said[rank]
             for rank in rollout.ranks
         }
-        rollouts.append(RolloutStatus(number, trainer.gone.get(number), number in trainer.behind, ranks))
+        everything = number in trainer.behind and trainer.behind[number] is None
+        rollouts.append(RolloutStatus(number, trainer.gone.get(number), everything, ranks))
     return TrainerStatus(
         trainer.version,
         trainer.highest,
@@ -173,4 +180,6 @@ def assemble(trainer: Trainer, said: Mapping[RankId, RankStatus | str]) -> Train
         trainer.members,
         last,
         tuple(rollouts),
+        trainer.history.nbytes,
+        tuple(sorted(trainer.history.digests)),
     )

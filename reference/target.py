@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
-from weightsync.reference.buckets import ABORT, END, Bucket, End, Header, Range, read_abort, read_end, unpack
+from weightsync.reference.buckets import ABORT, END, Bucket, Range, read_abort, read_end, unpack
+from weightsync.reference.decoded import Decoded
 from weightsync.reference.delta import UndoLog
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PlanMismatch
@@ -27,37 +28,6 @@ WEIGHTS = "weights"
 
 COPY = 3
 """A tied name with a storage of its own adds so many times what it differs by: no other change hides it."""
-
-
-@dataclass(eq=False, slots=True)
-class Decoded:
-    """A bucket, taken apart; the ranges share its payload's memory, which must outlive the apply.
-
-    Attributes:
-        header: its header.
-        nbytes: bytes on the wire.
-        ranges: its ranges, none in a trailer.
-        end: the trailer of a success, or None.
-        aborted: the sender's reason in the trailer of a failure, or None.
-        validated: True once ``Target.validate`` let it pass.
-    """
-
-    header: Header
-    nbytes: int
-    ranges: tuple[Range, ...] = ()
-    end: End | None = None
-    aborted: str | None = None
-    validated: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Kind of the bucket."""
-        return self.header.kind
-
-    @property
-    def nnz(self) -> int:
-        """Elements that its ranges name."""
-        return sum(one.spec.count for one in self.ranges)
 
 
 class Target:

@@ -9,16 +9,18 @@ from typing import Any
 from weightsync.reference.audit import AuditReport, audit
 from weightsync.reference.errors import PeerLost, RemoteError, UpdateAborted
 from weightsync.reference.fanout import Fanout
+from weightsync.reference.history import History
+from weightsync.reference.lead import check_losses, commit_rollouts, start_rollouts
 from weightsync.reference.members import Group, RankId, RolloutRef
 from weightsync.reference.membership import find_members
 from weightsync.reference.metrics import OnUpdate
 from weightsync.reference.plan import TransferPlan
-from weightsync.reference.protocol import DELTA, Outcome, ProtocolSettings
+from weightsync.reference.protocol import Outcome, ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.routes import Route, choose_routes
 from weightsync.reference.snapshot import BaselineSlots
 from weightsync.reference.status import TrainerStatus, ask
-from weightsync.reference.transmit import Job, make_job, streams, transmit
+from weightsync.reference.transmit import Job, make_job, remember, streams, transmit
 from weightsync.reference.verdict import Verdict, Vote
 from weightsync.reference.watched import Watched
 
@@ -41,6 +43,9 @@ class Trainer:
         version: the last version that every member acknowledged; 0 before the first.
         on_snapshot: called, in the midst of an update, once the live parameters are copied and may change.
         last: the outcome of the last update that is over, or None.
+        behind: number of each member that does not hold the base of the next update: the version that a squashed
+            delta for it starts from, or None, for a full update.
+        history: what is remembered of earlier versions.
         gone: number of each rollout that was lost and has committed nothing since, and why.
         rejoined: number of each rollout that was lost and committed the last update, and why it was lost.
     """
@@ -72,7 +77,8 @@ class Trainer:
         self.version = 0
         self.epoch = 0
         self.members: tuple[int, ...] = ()
-        self.behind: tuple[int, ...] = ()
+        self.behind: dict[int, int | None] = {}
+        self.history = History(settings.history_bytes)
         self.gone: dict[int, str] = {}
         self.losses: dict[RankId, int] = {}
         self.greeted: set[int] = set()
@@ -155,7 +161,7 @@ class Trainer:
     # ---- stages ----------------------------------------------------------------------------------------------
 
     async def connect(self, deadline_ns: int) -> None:
-        """Agree who takes part, on which epoch, and who must get a full update."""
+        """Agree who takes part, on which epoch, and who missed something."""
         verdict = await self.stage(
             "connect", find_members(self, deadline_ns) if self.lead else None, deadline_ns
         )
@@ -166,7 +172,7 @@ class Trainer:
             await self._close_groups()
             self.epoch = found["epoch"]
             self.members = tuple(found["members"])
-            self.behind = tuple(found["behind"])
+            self.behind = {int(number): base for number, base in found["behind"].items()}
             self.slots.acknowledge(found["slot"])
 
     async def source(self, deadline_ns: int) -> Job:
@@ -179,14 +185,15 @@ class Trainer:
     async def start(self, job: Job, deadline_ns: int) -> None:
         """Take a version number and get every member's word that it is ready to receive."""
         verdict = await self.stage(
-            "start", self._start_rollouts(job, deadline_ns) if self.lead else None, deadline_ns
+            "start", start_rollouts(self, job, deadline_ns) if self.lead else None, deadline_ns
         )
         started = self.lead_data(verdict)
         self.highest = max(self.highest, started["version"])
         job.version = started["version"]
         if not self.lead:
-            job.streams = streams(self)
+            job.streams = streams(self, job)
         self.slots.hold(job.slot, job.version, job.digest)
+        remember(self, job)
 
     async def transfer(self, job: Job, deadline_ns: int) -> None:
         """Gather and send every bucket, until every member is prepared. Watches the replies while it sends."""
@@ -195,11 +202,11 @@ class Trainer:
     async def commit(self, job: Job, deadline_ns: int) -> None:
         """Have every member commit; only then does the baseline move."""
         await self.stage(
-            "commit", self._commit_rollouts(job, deadline_ns) if self.lead else None, deadline_ns
+            "commit", commit_rollouts(self, job, deadline_ns) if self.lead else None, deadline_ns
         )
         self.slots.acknowledge(job.slot)
         self.version = job.version or self.version
-        self.behind = ()
+        self.behind = {}
         self.rejoined = {number: self.gone[number] for number in self.members if number in self.gone}
         self.gone = {number: why for number, why in self.gone.items() if number not in self.members}
 
@@ -207,7 +214,7 @@ class Trainer:
         """After a failed update: tell the members, drop every group; the next update connects a new epoch."""
         if self.lead and self.job is not None and self.job.version is not None:
             body = {"version": self.job.version, "reason": reason}
-            for leader in self._leaders():
+            for leader in self.leaders():
                 await self.fanout.quietly(partial(self.verbs.post, leader, "abort", body))
         await self.reconnect()
 
@@ -254,7 +261,7 @@ class Trainer:
             # Peers that wait for this rank in a data group hear of it now, not at their deadline.
             await self._close_groups()
         verdict = await self.agree(name, vote, deadline_ns)
-        self._check_losses(name, verdict)
+        check_losses(self, name, verdict)
         if not verdict.ok:
             raise UpdateAborted(name, verdict.reason)
         return verdict
@@ -264,38 +271,14 @@ class Trainer:
     async def _make_job(self, made: list[Job], deadline_ns: int) -> None:
         made.append(await make_job(self, deadline_ns))
 
-    async def _start_rollouts(self, job: Job, deadline_ns: int) -> Mapping[str, Any]:
-        job.version = self.next_version()
-        self.highest = max(self.highest, job.version)
-        job.streams = streams(self)
-        if self.on_version is not None:
-            self.on_version(job.version, job.slot)
-        tasks = []
-        for stream in job.streams:
-            body = {
-                "epoch": self.epoch, "version": job.version, "base": job.base_version if stream.kind == DELTA else 0,
-                "kind": stream.kind, "lanes": [lane.told() for lane in stream.lanes], "update": self.updates,
-            }  # fmt: skip
-            for number in stream.rollouts:
-                tasks.append(self.fanout.ask(self.rollouts[number].leader, "start", body, deadline_ns))
-        await self.fanout.all_or_first_error(tasks, deadline_ns)
-        return {"version": job.version}
-
     async def _transfer(self, job: Job, deadline_ns: int) -> None:
         if not self.lead:
             await transmit(self, job, deadline_ns)
             return
         tasks = [self.verbs.spawn(transmit(self, job, deadline_ns), "transmit")]
         body = {"version": job.version}
-        tasks += [self.fanout.ask(leader, "prepare", body, deadline_ns) for leader in self._leaders()]
+        tasks += [self.fanout.ask(leader, "prepare", body, deadline_ns) for leader in self.leaders()]
         await self.fanout.all_or_first_error(tasks, deadline_ns)
-
-    async def _commit_rollouts(self, job: Job, deadline_ns: int) -> None:
-        body = {"version": job.version}
-        calls = [self.fanout.ask_often(leader, "commit", body, deadline_ns) for leader in self._leaders()]
-        for reply in await self.fanout.settle(calls, deadline_ns):
-            if isinstance(reply, Exception):
-                raise reply
 
     # ---- helpers ---------------------------------------------------------------------------------------------
 
@@ -310,7 +293,8 @@ class Trainer:
         gone = tuple(sorted(self.gone))
         return Outcome(self.updates, None, committed, reason, self.members, gone=gone)
 
-    def _leaders(self) -> list[RankId]:
+    def leaders(self) -> list[RankId]:
+        """The leaders of the members."""
         return [self.rollouts[number].leader for number in self.members]
 
     def group(self, name: str, members: tuple[RankId, ...]) -> Group:
@@ -327,11 +311,3 @@ class Trainer:
         for group in self.groups:
             await self.fanout.quietly(partial(self.verbs.disconnect, group))
         self.groups = []
-
-    def _check_losses(self, stage: str, verdict: Verdict) -> None:
-        named = [vote.data["lost"] for vote in verdict.votes.values() if vote.data.get("lost")]
-        for name in (*verdict.lost, *named):
-            rank = RankId.parse(name)
-            if rank.role == "trainer" or self.settings.on_rollout_loss == "fail":
-                raise PeerLost(name, stage)
-            self.gone[rank.rollout] = f"{name} was lost"

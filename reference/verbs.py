@@ -127,6 +127,15 @@ class TrainerVerbs(CommonVerbs, Protocol):
         once. ``base`` None compares nothing and counts every owned element. Nothing is advanced.
         """
 
+    def trail(self, changes: Any) -> Any:
+        """What ``squash`` needs of a step between two versions: its positions; knows its ``nbytes``. No await."""
+
+    async def squash(self, slot: int, trails: Sequence[Any]) -> Any:
+        """[diff] Several steps as one delta: every element that any trail names, with its bits in ``slot``.
+
+        A handle like that of ``diff``, in memory of its own; at least one trail, all of this rank.
+        """
+
     async def source_digest(self, slot: int, afresh: bool = False) -> int:
         """[digest] This rank's share of the digest of ``slot``; O(changed) after a diff with a known base.
 

@@ -50,6 +50,7 @@ class Watched:
             sends=trainer.lead,
             highest=trainer.highest,
             lost=trainer.gone,
+            history_bytes=trainer.history.nbytes,
         )
 
     def _log_end(self, metrics: UpdateMetrics, digest: int | None, error: Exception | None) -> None:

@@ -60,6 +60,7 @@ PRICES: Mapping[str, Price] = {
     "snapshot": Price("cpu", "host.memcpy_bytes_per_s"),
     "snapshot_on_device": Price("cpu", "device.scan_bytes_per_s"),
     "diff": Price("cpu", "device.scan_bytes_per_s"),
+    "squash": Price("cpu", "device.encode_bytes_per_s"),
     "exchange": Price("link"),
     "gather": Price("link", "host.memcpy_bytes_per_s"),
     "merge": Price("cpu", "host.memcpy_bytes_per_s"),

@@ -136,6 +136,22 @@ class PhantomSource:
         yield Touched(self.kept.copy if every else 0, reads=(self._memory(slot),))
         return 0
 
+    def trail(self, changes: PhantomChanges) -> PhantomChanges:
+        """See ``reference.source.Source.trail``."""
+        sizes = 4 * sum(changes.counts)
+        return PhantomChanges(changes.counts, sizes)
+
+    def squash(self, slot: int, trails: Sequence[PhantomChanges]) -> Step[PhantomChanges]:
+        """See ``reference.source.Source.squash``; as if no two steps changed one element, which is the most."""
+        counts = tuple(
+            min(sum(column), self.plan.owned(self.rank, number))
+            for number, column in enumerate(zip(*(trail.counts for trail in trails), strict=True))
+        )
+        sizes = [self.plan.tensors[piece.tensor].itemsize + 4 for piece in self.plan.pieces]
+        nbytes = sum(n * size for n, size in zip(counts, sizes, strict=True))
+        yield Touched(nbytes, reads=(f"slot{slot}",))
+        return PhantomChanges(counts, nbytes)
+
     def part(self, slot: int, changes: PhantomChanges | None, group: GatherGroup) -> Step[Phantom]:
         """See ``reference.source.Source.part``."""
         counts = (0,) * len(self.plan.pieces) if changes is None else changes.counts

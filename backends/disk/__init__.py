@@ -8,8 +8,9 @@ from weightsync.backends.disk.index import Index, listing
 from weightsync.backends.disk.leases import Lease
 from weightsync.backends.disk.live import LiveReader, update_buckets
 from weightsync.backends.disk.names import FolderLocked
+from weightsync.backends.disk.prepared import Prepared
 from weightsync.backends.disk.publisher import Publisher, PublisherSettings
-from weightsync.backends.disk.reader import CheckpointReader, Prepared
+from weightsync.backends.disk.reader import CheckpointReader
 from weightsync.backends.disk.store import LocalStore, Store
 
 __all__ = [

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.backends.disk.files import Files, LocalFiles, Mapped
+from weightsync.backends.disk.files import Files, LocalFiles
 from weightsync.backends.disk.journal import Journal
+from weightsync.backends.disk.mapped import Mapped
 from weightsync.backends.disk.names import HF_INDEX, KEPT, plain_name
 from weightsync.backends.disk.pack import fingerprint
 from weightsync.backends.disk.shards import Held, read_header

@@ -16,7 +16,8 @@ from weightsync.backends.disk.field import OVERWRITE, XOR, Raw, checksum, hasher
 from weightsync.backends.disk.index import LARGEST_INDEX, folders
 from weightsync.backends.disk.journal import Step
 from weightsync.backends.disk.names import HF_INDEX, KEPT, plain_name, version_folder
-from weightsync.backends.disk.reader import STAGED, CheckpointReader, Prepared
+from weightsync.backends.disk.prepared import Prepared
+from weightsync.backends.disk.reader import STAGED, CheckpointReader
 from weightsync.backends.disk.shards import Held, ShardHeader, read_header
 from weightsync.backends.disk.squash import Change, change_to
 from weightsync.backends.disk.store import LocalStore, Store
@@ -128,9 +129,7 @@ class FieldReader(CheckpointReader):
         while chain[0].encoding is not None and chain[0].base > version:
             chain.insert(0, open_field(self.store, chain[0].base))
             if chain[0].version >= chain[1].version:
-                raise PatchMismatch(
-                    f"version {chain[1].version} is based on {chain[0].version}, which is not before it"
-                )
+                raise PatchMismatch(f"version {chain[1].version} is based on {chain[0].version}")
         if chain[0].encoding is not None and chain[0].base != version:
             raise StaleVersion(
                 f"version {chain[0].version} is based on {chain[0].base}, the checkpoint holds {version}; a full "

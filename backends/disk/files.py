@@ -8,37 +8,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
+from weightsync.backends.disk.mapped import Mapped, MappedFile
 from weightsync.backends.disk.names import FolderLocked, safe_name
 from weightsync.reference.errors import PatchMismatch
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
-
-
-class Mapped(Protocol):
-    """A file in memory, written in place."""
-
-    def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """uint8 (nbytes,), in the file's memory; to be read only."""
-
-    def scatter(self, offset: int, positions: NDArray[Any] | slice, values: NDArray[Any]) -> None:
-        """Write ``values`` at element ``positions``, counted from byte ``offset`` in elements of their dtype."""
-
-    def sync(self) -> None:
-        """Return once what was written is durable."""
-
-    def close(self) -> None:
-        """Let the memory go; views of it must be gone."""
 
 
 class Files(Protocol):
@@ -221,7 +202,7 @@ class LocalFiles:
         """See ``Files``."""
         handle = self._open(name, os.O_RDWR)
         try:
-            return _MappedFile(handle, os.fstat(handle).st_size)
+            return MappedFile(handle, os.fstat(handle).st_size)
         finally:
             os.close(handle)
 
@@ -257,28 +238,6 @@ class LocalFiles:
             os.close(handle)
             raise _not_followed(name)
         return handle
-
-
-class _MappedFile:
-    def __init__(self, handle: int, size: int) -> None:
-        self._map = mmap.mmap(handle, size) if size else None
-        self._bytes = np.frombuffer(self._map if self._map is not None else b"", np.uint8)
-
-    def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        return self._bytes[offset : offset + nbytes]
-
-    def scatter(self, offset: int, positions: NDArray[Any] | slice, values: NDArray[Any]) -> None:
-        whole = self._bytes[offset:]
-        usable = whole[: whole.size // values.itemsize * values.itemsize]
-        usable.view(values.dtype)[positions] = values
-
-    def sync(self) -> None:
-        if self._map is not None:
-            self._map.flush()
-
-    def close(self) -> None:
-        self._bytes = np.empty(0, np.uint8)
-        self._map = None  # unmapped once the last view is gone
 
 
 def at_most(name: str, size: int, most: int) -> int:

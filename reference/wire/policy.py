@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.wire.choosing import AUTO, choose, choose_named
 from weightsync.reference.wire.costs import Rates, costs
-from weightsync.reference.wire.forms import ALL_FORMS, DENSE_FORM, Form, Packing, Positions, Values
+from weightsync.reference.wire.forms import ABSOLUTE, ALL_FORMS, DENSE_FORM, Form, Packing, Positions, Values
 from weightsync.reference.wire.rates import RATES
 from weightsync.reference.wire.sections import fixed_bytes
 
@@ -52,8 +52,11 @@ class WirePolicy:
         """The policy under a baseline that allows these value forms only."""
         return replace(self, values=self.values & frozenset(values))
 
-    def form(self, count: int, numel: int, itemsize: int) -> Form:
-        """The form of ``count`` changed elements of ``numel``: dense where that is asked for, or smaller."""
+    def form(self, count: int, numel: int, itemsize: int, *, absolute: bool = False) -> Form:
+        """The form of ``count`` changed elements of ``numel``: dense where that is asked for, or smaller.
+
+        ``absolute`` says that of these changes nobody knows the old bits: their values are RAW.
+        """
         if self.encoding == AUTO:
             return choose(
                 count,
@@ -61,10 +64,13 @@ class WirePolicy:
                 itemsize,
                 link_bytes_per_s=self.link_bytes_per_s,
                 rates=self.rates,
-                values=self.values,
+                values=self.values & ABSOLUTE if absolute else self.values,
                 forms=self.forms,
             )
         form = Form.named(self.encoding)
+        if absolute:
+            form = form._replace(values=Values.RAW)
+            form = form if form in self.forms else form.fixed
         if form.positions is Positions.DENSE:
             return form
         dense = fixed_bytes(DENSE_FORM, numel, itemsize)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from weightsync.backends.facade import TrainerFacade
-from weightsync.reference.errors import PeerLost, WeightSyncError
-from weightsync.reference.params import same_bits
+from weightsync.reference.errors import PeerLost, StaleVersion, WeightSyncError
+from weightsync.reference.params import int_view, same_bits
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trainer import Trainer
 from weightsync.testing.inprocess_run import InprocessRun, WholeTensors
@@ -275,3 +275,20 @@ def test_a_facade_closed_while_it_builds_ends() -> None:
     facades[0].close()
     building.join(10)
     assert isinstance(failed[0], asyncio.CancelledError)
+
+
+def test_an_audit_blocks_and_its_findings_are_healed_by_the_next_push() -> None:
+    run, build = make()
+    with TrainerFacade(build) as facade:
+        with pytest.raises(StaleVersion, match="nothing is acknowledged"):
+            facade.audit()
+        run.set(STATES[0])
+        assert facade.push().committed
+        assert facade.audit().ok
+        rank = run.deployment.rollouts[0].leader
+        int_view(run.targets[rank].weights["w"])[0] ^= 1
+        assert list(facade.audit().problems) == ["rollout 0"]
+        assert 0 in facade.push().full
+        assert facade.audit().ok
+    with pytest.raises(WeightSyncError, match="closed facade"):
+        facade.audit()

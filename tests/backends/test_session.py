@@ -10,8 +10,9 @@ from hypothesis import given
 from torch import Tensor
 
 from weightsync.reference.digest import combine
+from weightsync.reference.errors import StaleVersion
 from weightsync.reference.members import RankId
-from weightsync.reference.params import same_bits
+from weightsync.reference.params import int_view, same_bits
 from weightsync.reference.protocol import ProtocolSettings
 from weightsync.testing.inprocess_run import WholeTensors
 from weightsync.testing.plain_calls import (
@@ -85,3 +86,18 @@ def test_an_update_without_a_change_is_a_trailer_only() -> None:
     take([one], full)
     assert len(empty) == 1
     assert take([one], empty) == 2
+
+
+def test_a_recount_reads_every_element_between_updates() -> None:
+    states = [{"w": torch.arange(4.0)}, {"w": torch.arange(4.0) + 1}]
+    deployment = WholeTensors.of(states[0])
+    _, (full, delta) = recorded(deployment, states)
+    one = make_session(deployment, RankId("rollout", 0, 0))
+    take([one], full)
+    before = one.recount()
+    int_view(one.target.weights["w"])[1] ^= 1
+    assert one.recount() != before
+    int_view(one.target.weights["w"])[1] ^= 1
+    begin(one, delta)
+    with pytest.raises(StaleVersion, match="while version 2 is in progress"):
+        one.recount()

@@ -19,7 +19,7 @@ verbs = st.sampled_from(sorted(PRICES))
 
 def test_every_verb_of_the_protocol_has_a_price():
     assert set(PHASES) - set(PRICES) == set()
-    assert set(PRICES) - set(PHASES) == {"optimizer", "status"}
+    assert set(PRICES) - set(PHASES) == {"optimizer", "snapshot_on_device", "status"}
 
 
 def test_prices_name_numbers_of_the_profile_in_their_unit():
@@ -44,7 +44,8 @@ def test_resources():
 
     assert of("link") == {"exchange", "gather", "send", "receive"}
     assert of("cpu") == {
-        "snapshot", "diff", "merge", "narrow", "encode", "decode", "validate", "apply", "rollback", "digest",
+        "snapshot", "snapshot_on_device", "diff", "squash", "merge", "narrow", "encode", "decode", "validate", "apply",
+        "rollback", "digest",
         "optimizer",
     }  # fmt: skip
     assert all(PRICES[verb].rate is not None for verb in of("cpu"))

@@ -47,6 +47,7 @@ class Wrong:
         verb: name of the verb.
         nth: which call of it.
         kind: as of ``sim.faults.Fault``.
+        times: how many calls in a row go wrong.
     """
 
     rank: str
@@ -54,6 +55,7 @@ class Wrong:
     verb: str
     nth: int = 1
     kind: Literal["fail", "fail-after", "stall", "kill"] = "fail"
+    times: int = 1
 
 
 class WrongHooks:
@@ -70,7 +72,7 @@ class WrongHooks:
         if verb != wrong.verb or not (update == wrong.update or (not wrong.update and update % 3)):
             return 0
         self.seen[update] = self.seen.get(update, 0) + 1
-        if self.seen[update] != wrong.nth:
+        if not wrong.nth <= self.seen[update] < wrong.nth + wrong.times:
             return 0
         self.hits += 1
         if wrong.kind == "fail":

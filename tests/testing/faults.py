@@ -77,6 +77,7 @@ class FaultRun:
         seed: of the weights.
         settings: of the protocol.
         detect_ns: how long after a kill its data groups break.
+        source, target: what moves the bytes of each side; a wrong one is a subclass.
         verbs: changes each rank's verbs before it runs; how a test plants a wrong backend.
         baseline: what the trainer tells changes by; see ``reference.baselines``.
     """
@@ -91,6 +92,8 @@ class FaultRun:
         seed: int = 0,
         settings: ProtocolSettings = SETTINGS,
         detect_ns: int = 0,
+        source: type[Source] = Source,
+        target: type[Target] = Target,
         verbs: Callable[[SimVerbs], None] | None = None,
         baseline: str = "whole",
     ) -> None:
@@ -110,6 +113,7 @@ class FaultRun:
         self.hooks: dict[str, FaultHooks] = {}
         self.tasks: dict[str, SimTask] = {}
         self.kind = rollout
+        self.bytes = source, target
         self.restarted: list[Restart] = []
         self.engines: dict[int, SimEngine] = {}
         self.promises = Promises(
@@ -162,7 +166,7 @@ class FaultRun:
     def _trainer(self, kind: type[Trainer], rank: RankId) -> Trainer:
         plan, dirty = self.deployment.plan, self.dirty[rank.rank] if self.dirty else None
         baseline = make_baseline(self.baseline, plan.maps[rank.rank], dirty)
-        source = Source(plan, rank.rank, self.params[rank.rank], baseline)
+        source = self.bytes[0](plan, rank.rank, self.params[rank.rank], baseline)
         lead = rank == self.deployment.trainers[0]
         return kind(
             self._verbs(rank, source), self.deployment.plan, self.deployment.trainers, self.deployment.rollouts,
@@ -173,7 +177,7 @@ class FaultRun:
         weights = self.deployment.blank(rank)
         maps = self.deployment.rollout_maps(rank)
         aliases = self.deployment.aliases(rank)
-        target = Target(self.deployment.tensors, maps, weights, aliases, self.settings.route)
+        target = self.bytes[1](self.deployment.tensors, maps, weights, aliases, self.settings.route)
         self.targets[rank] = target
         engine = None
         if rank == ref.leader:

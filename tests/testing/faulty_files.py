@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.backends.disk.files import Bytes, Mapped, at_most
+from weightsync.backends.disk.files import Bytes, at_most
+from weightsync.backends.disk.mapped import Mapped
 from weightsync.backends.disk.names import FolderLocked, safe_name
 from weightsync.reference.errors import PatchMismatch
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple
+from random import Random
+from typing import Any, NamedTuple
 
 from weightsync.reference.rollout import Rollout
+from weightsync.reference.source import Source
+from weightsync.reference.target import Target
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.faults import AnyFault, drawn, exhaustive, returning
 from weightsync.testing.faults import FaultRun
@@ -17,10 +20,12 @@ from weightsync.testing.tiny import MS, SETTINGS
 
 
 class Protocol(NamedTuple):
-    """The two halves under test."""
+    """What is under test: the protocol's two halves, and what moves the bytes of each."""
 
     trainer: type[Trainer] = Trainer
     rollout: type[Rollout] = Rollout
+    source: type[Source] = Source
+    target: type[Target] = Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +55,24 @@ class Case:
         settings = replace(SETTINGS, receive=self.receive, route=self.route)  # type: ignore[arg-type]
         return FaultRun(
             self.faults, trainer=protocol.trainer, rollout=protocol.rollout, updates=self.updates, seed=self.seed,
-            settings=settings, detect_ns=self.detect_ms * MS, baseline=self.baseline,
+            settings=settings, detect_ns=self.detect_ms * MS, source=protocol.source, target=protocol.target,
+            baseline=self.baseline,
         ).run()  # fmt: skip
+
+    def options(self) -> dict[str, Any]:
+        """Every field but the faults, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "faults"}
+
+
+VARIANTS: tuple[Mapping[str, Any], ...] = (
+    {"receive": "stage"},
+    {"receive": "stream"},
+    {"receive": "stage", "route": "owned"},
+    {"receive": "stream", "route": "owned"},
+    {"receive": "stage", "baseline": "shards"},
+    {"receive": "stream", "baseline": "dirty"},
+)
+"""The options under test, as fields of a ``Case``; each seeded case draws one. A line here is all a new one takes."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +90,7 @@ class Finding:
     runs: int
 
     def __str__(self) -> str:
-        case = self.case
-        head = f"seed {case.seed}, {case.updates} updates, receive = {case.receive}, route = {case.route}"
-        head += f", groups break after {case.detect_ms} ms"
+        head = ", ".join(f"{name} {value}" for name, value in self.case.options().items())
         lines = [f"found in run {self.runs}: {head}", f"  {self.report}", "  its trace:"]
         for span in self.report.trace.spans:
             mark = "" if span.ok else "  failed"
@@ -87,11 +106,15 @@ def awaits(protocol: Protocol = Protocol(), **settings: object) -> dict[str, int
     return {rank: len(verbs) for rank, verbs in report.awaits.items()}
 
 
-def seeded_cases(seeds: Iterable[int], counts: dict[str, int]) -> Iterable[Case]:
-    """One case per seed: a fault or two, perhaps a restart; both ways to receive; groups that break at once or late."""
+def seeded_cases(seeds: Iterable[int], variants: Sequence[Mapping[str, Any]] = VARIANTS) -> Iterable[Case]:
+    """One case per seed: a fault or two, perhaps a restart; one of ``variants``; groups that break at once or late."""
+    counts: dict[int, dict[str, int]] = {}
     for seed in seeds:
-        receive = "stream" if seed % 2 else "stage"
-        yield Case(drawn(counts, seed), seed=seed, receive=receive, detect_ms=40 if seed % 4 > 1 else 0)
+        number = Random(f"{seed}/variant").randrange(len(variants))
+        if number not in counts:
+            counts[number] = awaits(**variants[number])
+        detect_ms = 40 if seed % 4 > 1 else 0
+        yield Case(drawn(counts[number], seed), seed=seed, detect_ms=detect_ms, **variants[number])
 
 
 def exhaustive_cases(counts: dict[str, int], receive: str = "stage", route: str = "all") -> Iterable[Case]:
@@ -101,31 +124,41 @@ def exhaustive_cases(counts: dict[str, int], receive: str = "stage", route: str 
 
 
 def fuzz(
-    protocol: Protocol | type[Trainer] | type[Rollout] = Protocol(),  # noqa: B008 - immutable
+    protocol: Protocol | type[Trainer] | type[Rollout] | type[Source] | type[Target] = Protocol(),  # noqa: B008 - immutable
     cases: Iterable[Case] | None = None,
     *,
     seeds: int = 100,
+    workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Finding | None:
     """The first case under which the protocol breaks a promise, reduced; None when it keeps them in all.
 
     Args:
-        protocol: both halves, or a subclass of one of them.
+        protocol: what is under test, or a subclass of one of its parts.
         cases: what to run; by default ``seeds`` seeded plans.
         seeds: how many seeded plans, from seed 0.
+        workers: processes. With more than one, every case is run; the protocol is of a module that they can import.
         progress: called with the number of runs made, after each.
     """
-    halves = _halves(protocol)
-    if cases is None:
-        cases = seeded_cases(range(seeds), awaits())
-    for number, case in enumerate(cases, start=1):
-        report = case.run(halves)
+    parts = _parts(protocol)
+    every = seeded_cases(range(seeds)) if cases is None else cases
+    if workers > 1:
+        told = None if progress is None else lambda done, _: progress(done)
+        failures = sweep_cases(listed := list(every), parts, workers=workers, progress=told)
+        broken = [failure.item for failure in failures]
+        return _finding(broken[0], parts, listed.index(broken[0]) + 1) if broken else None
+    for number, case in enumerate(every, start=1):
+        report = case.run(parts)
         if progress is not None:
             progress(number)
         if report.violations:
-            smaller = reduce(case, halves)
-            return Finding(smaller, smaller.run(halves), number)
+            return _finding(case, parts, number)
     return None
+
+
+def _finding(case: Case, protocol: Protocol, number: int) -> Finding:
+    smaller = reduce(case, protocol)
+    return Finding(smaller, smaller.run(protocol), number)
 
 
 def violations(case: Case, protocol: Protocol = Protocol()) -> tuple[str, ...]:  # noqa: B008 - immutable
@@ -164,9 +197,8 @@ def _smaller(case: Case) -> Iterable[Case]:
         yield replace(case, updates=case.updates - 1)
 
 
-def _halves(protocol: Protocol | type[Trainer] | type[Rollout]) -> Protocol:
-    if isinstance(protocol, Protocol):
-        return protocol
-    if issubclass(protocol, Trainer):
-        return Protocol(trainer=protocol)
-    return Protocol(rollout=protocol)
+def _parts(part: Protocol | type[Trainer] | type[Rollout] | type[Source] | type[Target]) -> Protocol:
+    if isinstance(part, Protocol):
+        return part
+    kinds = {"trainer": Trainer, "rollout": Rollout, "source": Source, "target": Target}
+    return Protocol()._replace(**{name: part for name, kind in kinds.items() if issubclass(part, kind)})

@@ -127,7 +127,7 @@ class NewTakenForOld(Trainer):
         """Believes that whoever joined once needs nothing whole any more."""
         await super().connect(deadline_ns)
         if self.updates > 1:
-            self.behind = tuple(number for number in self.behind if number not in self.gone)
+            self.behind = {n: base for n, base in self.behind.items() if n not in self.gone}
 
 
 WRONG_PROTOCOLS: tuple[type[Trainer] | type[Rollout], ...] = (
