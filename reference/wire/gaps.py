@@ -36,12 +36,10 @@ def escape(gaps: Integers, dtype: Any, most: int) -> Integers | None:
     if gaps.size + extra > most:
         return None
     items[long] = gaps[long] - runs * top
-    places = np.ones(gaps.size, np.intp)
-    places[long] += runs
-    places[0] -= 1
-    np.cumsum(places, out=places)
+    ends = np.ones(gaps.size + extra, bool)
+    ends[np.repeat(long, runs) + np.arange(extra)] = False
     found = np.full(gaps.size + extra, top, dtype)
-    found[places] = items
+    found[ends] = items
     return found
 
 
@@ -53,15 +51,20 @@ def unescape(items: Integers, count: int, limit: int) -> Integers | str:
         count: positions expected.
         limit: one more than the largest position allowed, at most 2^31.
     """
+    top = np.iinfo(items.dtype).max
     ends = ends_of(items)
     if ends.size != count:
         return f"codes {ends.size} positions"
     if ends[-1] != items.size - 1:
         return "ends within a gap"
-    last = int(items.sum(dtype=np.uint64)) + count - 1
+    # Small sums cannot wrap around, so that the last one is told by the sums themselves.
+    small = items.size * (int(top) + 1) < 1 << 31
+    positions = np.cumsum(items, dtype=np.int32) if small else None
+    last = int(items.sum(dtype=np.uint64) if positions is None else positions[-1]) + count - 1
     if last >= limit:
         return f"names position {last} relative to its base"
-    positions = np.cumsum(items, dtype=np.int32)
+    if positions is None:
+        positions = np.cumsum(items, dtype=np.int32)
     if ends.size < items.size:
         positions = positions[ends]
     positions += np.arange(count, dtype=np.int32)

@@ -47,7 +47,9 @@ def coded(form: Values, new: Tensor, old: Tensor | None, dtype: torch.dtype) -> 
         return new ^ old
     if not signed_magnitude(dtype):
         return new - old
-    return _ranks(new) - _ranks(old)
+    steps = _ranks(new)
+    steps -= _ranks(old)
+    return torch.from_numpy(steps.view(np.uint8)).view(new.dtype).to(new.device)
 
 
 def resolve(form: Values, values: Tensor, old: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -60,17 +62,23 @@ def resolve(form: Values, values: Tensor, old: Tensor | None, dtype: torch.dtype
         return values ^ old
     if not signed_magnitude(dtype):
         return old + values
-    return _ranks(_ranks(old) + values)
+    ranks = _ranks(old)
+    ranks += values.cpu().numpy().view(ranks.dtype)
+    return torch.from_numpy(_flip(ranks).view(np.uint8)).view(old.dtype).to(old.device)
 
 
-def _ranks(bits: Tensor) -> Tensor:
-    """Ranks of sign-and-magnitude bits, in an integer of their size; its own inverse."""
+def _ranks(bits: Tensor) -> Integers:
+    """Ranks of sign-and-magnitude bits (n,), signed; new memory on the host, whose shifts are the fast ones."""
+    return _flip(bits.cpu().numpy().view(_SIGNED[bits.itemsize]))
+
+
+def _flip(bits: Integers) -> Integers:
+    """All bits but the sign inverted where the sign is set, in new memory; its own inverse."""
     width = 8 * bits.itemsize
-    signed = bits.view(torch.int8) if bits.itemsize == 1 else bits
-    flipped = signed >> (width - 1)
+    flipped = bits >> (width - 1)
     flipped &= (1 << (width - 1)) - 1
-    flipped ^= signed
-    return flipped.view(bits.dtype)
+    flipped ^= bits
+    return flipped
 
 
 def value_streams(form: Values, values: Integers, split: bool) -> list[Bytes]:
@@ -87,7 +95,7 @@ def value_streams(form: Values, values: Integers, split: bool) -> list[Bytes]:
     one = steps == 1
     one |= steps == -1
     np.logical_not(one, out=one)
-    far = steps[one]
+    far = steps[np.flatnonzero(one)]
     rest = np.where(far < 0, 0 - far.view(unsigned), far.view(unsigned)) - unsigned(2)
     return [_pack(negative), _pack(one), *planes(rest, split)]
 
@@ -107,7 +115,7 @@ def read_values(reader: StreamReader, form: Values, count: int, itemsize: int, s
     if form is not Values.STEP:
         return unplane(reader.take_planes(count, itemsize, split), unsigned)
     negative, far = (_unpack(reader, count) for _ in range(2))
-    where = np.flatnonzero(far)
+    where = np.flatnonzero(far.view(bool))
     rest = unplane(reader.take_planes(where.size, itemsize, split), unsigned) + unsigned(2)
     found = np.ones(count, unsigned)
     found[where] = rest

@@ -20,7 +20,7 @@ from weightsync.reference.wire.sections import decode_section, encode_section
 from weightsync.reference.wire.streams import Zstd
 
 DENSITIES = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.6)
-PASSES = 6
+PASSES = 10
 HEAD = '''"""What this package's forms take, in time and bits: the frozen profile that ``choose`` is given by default.
 
 Measured by ``tests/bench/fit_wire.py`` on {cpu}, {cores} cores shared with other work, torch {torch}, numpy

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,7 +129,9 @@ def test_damage_under_a_right_checksum_is_refused_or_stays_in_bounds(encoding: s
     for at in range(bucket.payload.numel()):
         payload = bucket.payload.clone()
         payload[at] ^= 255
-        forged = Bucket(replace(bucket.header, checksum=checksum(payload)), payload)
+        forged = Bucket(
+            replace(bucket.header, checksum=bucket.header.sum_with(payload.numpy().data)), payload
+        )
         try:
             (decoded,) = admit(target, update, [forged])
         except PatchMismatch:
@@ -141,10 +142,6 @@ def test_damage_under_a_right_checksum_is_refused_or_stays_in_bounds(encoding: s
             ]
             assert all(0 <= position < sides.metas[0].numel for position in flat)
             assert flat == sorted(set(flat))
-
-
-def checksum(payload: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(payload.numpy())
 
 
 @pytest.mark.parametrize("encoding", SPARSE)
@@ -187,11 +184,26 @@ def test_a_baseline_without_old_bits_sends_absolute_values() -> None:
         WirePolicy("gap8+step+zstd").allowing(ABSOLUTE)
 
 
-def test_a_header_of_another_base_stops_differences() -> None:
+def test_differences_need_the_base_version_that_they_were_taken_from() -> None:
     _, target, update = two_versions("gap8+step+zstd")
-    bucket = over_the_wire(update.buckets[0])
-    heading = replace(bucket.header.heading, base=5)
-    wrong = Bucket(replace(bucket.header, heading=heading), bucket.payload)
-    decoded = run(target.decode(wrong))
-    with pytest.raises(StaleVersion, match="made for base version 5, expected 1"):
-        run(target.validate(decoded, version=2, base=1, epoch=1, sequence=0))
+    decoded = run(target.decode(over_the_wire(update.buckets[0])))
+    with pytest.raises(StaleVersion, match="made for base version 1, expected 5"):
+        run(target.validate(decoded, version=2, base=5, epoch=1, sequence=0))
+
+
+@pytest.mark.parametrize("encoding", [AUTO, *SPARSE])
+def test_changes_without_old_bits_travel_as_absolute_values(encoding: str) -> None:
+    """Such as several versions squashed into one."""
+    sides = one_tensor(encoding)
+    sides.full()
+    sides.train([[(position, 1) for position in CHANGED]])
+    run(sides.sources[0].snapshot(1))
+    changes = run(sides.sources[0].diff(1, 0))
+    groups = sides.plan.groups(changes.counts, absolute=True)
+    assert {form.values for group in groups for form in group.forms} == {Values.RAW}
+    blind = replace(changes, patches={n: (at, new, None) for n, (at, new, _) in changes.patches.items()})
+    run(sides.sources[0].part(1, blind, groups[0]))
+    (group,) = sides.plan.groups(changes.counts)
+    if group.forms[0].values is not Values.RAW:
+        with pytest.raises(PlanMismatch, match="changes hold no old bits, expected them for"):
+            run(sides.sources[0].part(1, blind, group))

@@ -32,8 +32,8 @@ def read_bucket(
         signed_magnitude: per tensor, whether its elements are floats with a sign bit.
         old: bits of the base version, by tensor number and flat position.
     """
-    magic, form, _kind, _flags, _status, _epoch, _base, _version, _sequence, ranges, size = (
-        struct.unpack_from("<4sHBBIIqqIIQ", wire)
+    magic, form, _kind, _flags, _status, _check, _epoch, _base, _version, _sequence, ranges, size = (
+        struct.unpack_from("<4sHBBHHIqqIIQ", wire)
     )
     if magic != b"WSYN" or form != 1 or len(wire) != 64 + size:
         raise ValueError(f"{wire[:8]!r} begins no bucket of format 1 of {len(wire)} bytes")
