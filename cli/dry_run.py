@@ -13,6 +13,7 @@ from weightsync.cli.workload import deployment
 from weightsync.reference.baselines import kept, named
 from weightsync.reference.deployment import Deployment
 from weightsync.reference.plan import TransferPlan
+from weightsync.reference.wire.policy import FIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +131,15 @@ def dry_run(scenario: Scenario, seed: int | None = None) -> DryRun:
     )
     owned = seeded.policy.route == "owned" and steps > 1
     drawn = seeded.workload.kind == "synthetic" or not seeded.values
-    exact = drawn and len(plan.pieces) == len(plan.tensors) and (not owned or not seeded.values)
+    estimated = seeded.values and seeded.policy.encoding != FIXED
+    exact = (
+        drawn and not estimated and len(plan.pieces) == len(plan.tensors) and (not owned or not seeded.values)
+    )
     density = f"{100 * seeded.workload.density:g} %"
     if exact:
         note = "changed elements are drawn from the seed, so a run without faults sends exactly these bytes"
+    elif drawn and estimated:
+        note = f"what encoding {seeded.policy.encoding} makes of the values is not known before: bytes are estimates"
     elif drawn and owned:
         note = "changed elements are taken to be spread evenly over what the ranks hold; deltas are estimates"
     elif drawn:

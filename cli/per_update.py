@@ -9,6 +9,7 @@ from weightsync.cli.record import RunRecord
 from weightsync.reference.metrics import exposed_ns, total_ns
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.protocol import Outcome
+from weightsync.reference.wire.forms import Positions
 
 
 def update_times(record: RunRecord) -> list[dict[str, Any]]:
@@ -44,3 +45,26 @@ def tensors_sent(outcome: Outcome, plan: TransferPlan) -> dict[str, int] | None:
         "sparse": len(dense) - sum(dense),
         "unchanged": len(plan.tensors) - len(dense),
     }
+
+
+def forms_sent(outcome: Outcome, plan: TransferPlan) -> dict[str, dict[str, int | float]] | None:
+    """Per form that the plan asks for, its ``tensors``, ``elements``, and ``likely_bytes`` of their sections.
+
+    ``likely_bytes`` are the plan's estimate; exact for fixed forms. A range that is no smaller in its form goes out
+    in the fixed one. None as for ``tensors_sent``.
+    """
+    if (outcome.counts is None and not outcome.full) or len(plan.pieces) != len(plan.tensors):
+        return None
+    found: dict[str, dict[str, int | float]] = {}
+    for group in plan.groups(outcome.counts):
+        for number, form in zip(group.pieces, group.forms, strict=True):
+            meta = plan.tensors[plan.pieces[number].tensor]
+            dense = form.positions is Positions.DENSE or outcome.counts is None
+            count = meta.numel if dense else outcome.counts[number]
+            row = found.setdefault(form.name, {"tensors": 0, "elements": 0, "likely_bytes": 0})
+            row["tensors"] += 1
+            row["elements"] += count
+            row["likely_bytes"] += plan.wire.likely_bytes(form, count, meta.numel, meta.itemsize)
+    for row in found.values():
+        row["likely_bits_per_element"] = 8 * row["likely_bytes"] / row["elements"]
+    return dict(sorted(found.items()))

@@ -23,7 +23,7 @@ from typing import Any
 from weightsync.cli.chrome_trace import chrome_trace, dumps
 from weightsync.cli.lanes import pauses
 from weightsync.cli.losses import commit_row, return_rows
-from weightsync.cli.per_update import tensors_sent, update_times
+from weightsync.cli.per_update import forms_sent, tensors_sent, update_times
 from weightsync.cli.record import RunRecord
 from weightsync.cli.scenario import Scenario
 from weightsync.cli.tables import CheckRow, VersionRow, in_order, verdict_text
@@ -65,7 +65,11 @@ def make_result(scenario: Scenario, record: RunRecord) -> Result:
     checks = check_rows(record)
     rows = [_update(outcome, record, elements) for outcome in record.outcomes]
     for row, outcome, times in zip(rows, record.outcomes, update_times(record), strict=True):
-        row |= {"tensors": tensors_sent(outcome, layout.plan), **times}
+        row |= {
+            "tensors": tensors_sent(outcome, layout.plan),
+            "forms": forms_sent(outcome, layout.plan),
+            **times,
+        }
     return {
         "format": FORMAT,
         "backend": record.backend,

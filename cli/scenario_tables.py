@@ -8,12 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightsync.cli.model.config import DTYPES
 from weightsync.cli.model.families import make_family
+from weightsync.reference.baselines import named
 from weightsync.reference.batching.minibatch import rechunked
 from weightsync.reference.errors import BatchError, WeightSyncError
 from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
 from weightsync.reference.parallel import RolloutLayout, TrainerLayout
 from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
+from weightsync.reference.wire.forms import Values
+from weightsync.reference.wire.policy import FIXED, LINK_BYTES_PER_S, WirePolicy
 
 MIB = 1 << 20
 
@@ -208,13 +211,19 @@ class Workload(Table):
 
 
 class Policy(Table):
-    """How an update is pushed, and what happens when it fails."""
+    """How an update is pushed, and what happens when it fails.
+
+    ``encoding`` is ``auto``, or the name of one form for every range, as ``docs/wire.md`` lists them; ``auto`` takes
+    the form that is written, sent over a link of ``link_bytes_per_s`` and read in the least time.
+    """
 
     push: Literal["sync", "async"] = "sync"
     snapshot: Literal["host", "device", "none"] = "host"
     publish_interval: int = Field(default=1, ge=1)
     receive: Literal["stage", "stream"] = "stage"
     route: Literal["all", "owned"] = "all"
+    encoding: str = FIXED
+    link_bytes_per_s: float = Field(default=LINK_BYTES_PER_S, gt=0)
     baseline: Literal["whole", "shards", "dirty"] = "whole"
     verify_every: int = Field(default=10, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
@@ -222,6 +231,19 @@ class Policy(Table):
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     update_ms: int = Field(default=60_000, ge=1)
     lease_ms: int = Field(default=10_000, ge=1)
+
+    @model_validator(mode="after")
+    def _known_encoding(self) -> Policy:
+        try:
+            self.wire()
+        except WeightSyncError as error:
+            raise ValueError(f"policy.encoding: {error}") from None
+        return self
+
+    def wire(self) -> WirePolicy:
+        """How updates are encoded, as far as the baseline knows the old bits."""
+        allowed = (Values[name.upper()] for name in named(self.baseline).encodings)
+        return WirePolicy(self.encoding, self.link_bytes_per_s).allowing(allowed)
 
 
 class FlipBit(Table):

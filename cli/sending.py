@@ -20,7 +20,7 @@ def sending(layout: Deployment, route: str) -> tuple[Way, ...]:
 
 
 def sent(plan: TransferPlan, way: Way, counts: Sequence[int] | None) -> list[int]:
-    """Bytes of each bucket of one update on one route, trailer last.
+    """Bytes of each bucket of one update on one route, trailer last; estimated where they are no function of counts.
 
     Args:
         plan: the transfer plan.
@@ -31,5 +31,5 @@ def sent(plan: TransferPlan, way: Way, counts: Sequence[int] | None) -> list[int
     for group in plan.groups(counts):
         joined = [plan.pieces[number].count if counts is None else counts[number] for number in group.pieces]
         shares = joined if way.is_whole else way.estimate(group, joined)
-        found += [bucket.nbytes for bucket in way.cuts(group, shares)]
+        found += [bucket.likely for bucket in way.cuts(group, shares)]
     return [*found, END_BYTES]

@@ -80,6 +80,7 @@ def deployment(scenario: Scenario) -> Deployment:
         scenario.policy.bucket_bytes,
         scenario.model.trainer_vocab_multiple,
         scenario.model.rollout_vocab_multiple,
+        wire=scenario.policy.wire(),
     )
 
 

@@ -15,14 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weightsync.reference.encoding import (
-    Encoding,
-    as_bytes,
-    element_bytes,
-    padded,
-    read_section,
-    write_section,
-)
+from weightsync.reference.encoding import Encoding, as_bytes, padded, read_section
 from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.headers import (
     ABORT,
@@ -36,6 +29,10 @@ from weightsync.reference.headers import (
     Heading,
 )
 from weightsync.reference.params import ParamMeta
+from weightsync.reference.ranges import TABLE_ENTRY_BYTES, BucketSpec, Range, RangeSpec
+from weightsync.reference.wire.forms import Form, Packing
+from weightsync.reference.wire.sections import decode_section, encode_section
+from weightsync.reference.wire.streams import Zstd
 
 __all__ = [
     "ABORT", "DELTA", "END", "END_BYTES", "FULL", "HEADER_BYTES", "KINDS", "NO_BASE", "TABLE_ENTRY_BYTES",
@@ -45,8 +42,9 @@ __all__ = [
 
 TABLE_ENTRY = struct.Struct("<IB3sqQQ")
 TRAILER = struct.Struct("<qQQ")
-TABLE_ENTRY_BYTES = TABLE_ENTRY.size
 END_BYTES = HEADER_BYTES + TRAILER.size
+POSITION_LIMIT = 1 << 31
+"""Positions relative to a range's base are below this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,62 +64,6 @@ class Bucket:
         return Bucket(self.header, self.payload.clone())
 
 
-class RangeSpec(NamedTuple):
-    """One tensor's place in one bucket.
-
-    Attributes:
-        tensor: number of the tensor in the plan.
-        encoding: how its positions travel.
-        base: DENSE: flat position of the first element; INT32: what every position is relative to.
-        count: number of elements.
-        first: INT32: ordinal of the first element among the changed elements of its piece; not on the wire,
-            so 0 once unpacked.
-    """
-
-    tensor: int
-    encoding: Encoding
-    base: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    first: int = 0
-
-    def section_bytes(self, itemsize: int) -> int:
-        """Bytes of its section, without padding."""
-        return self.count * element_bytes(self.encoding, itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketSpec:
-    """The ranges of one bucket, as the plan cuts them.
-
-    Attributes:
-        ranges: in wire order.
-        nbytes: bytes on the wire, header included.
-    """
-
-    ranges: tuple[RangeSpec, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, ranges: Sequence[RangeSpec], tensors: Sequence[ParamMeta]) -> BucketSpec:
-        """The spec with its size."""
-        sections = sum(padded(one.section_bytes(tensors[one.tensor].itemsize)) for one in ranges)
-        return cls(tuple(ranges), HEADER_BYTES + TABLE_ENTRY_BYTES * len(ranges) + sections)
-
-
-class Range(NamedTuple):
-    """One unpacked range.
-
-    Attributes:
-        spec: its entry in the table.
-        positions: int32 (count,) relative to ``spec.base``, or None for DENSE.
-        bits: integer view (count,) of the values.
-    """
-
-    spec: RangeSpec
-    positions: Tensor | None
-    bits: Tensor
-
-
 class End(NamedTuple):
     """The trailer of a successful update.
 
@@ -136,22 +78,30 @@ class End(NamedTuple):
     nbytes: int
 
 
-def pack_bucket(heading: Heading, ranges: Sequence[Range], tensors: Sequence[ParamMeta]) -> Bucket:
+def pack_bucket(
+    heading: Heading, ranges: Sequence[Range], tensors: Sequence[ParamMeta], zstd: Zstd | None = None
+) -> Bucket:
     """One bucket in new memory; ``ranges`` may be overwritten once this returns.
+
+    A range is written in its fixed form where its own would take as many bytes.
 
     Args:
         heading: of kind "full" or "delta".
-        ranges: in wire order; ``bits`` are integer views of the tensors' item sizes.
+        ranges: in wire order; ``bits`` are integer views of the tensors' item sizes, in the ranges' value forms.
         tensors: the plan's checkpoint tensors.
+        zstd: contexts to use; new ones when left out.
     """
+    zstd = zstd or Zstd()
     table = TABLE_ENTRY_BYTES * len(ranges)
-    sizes = [one.spec.section_bytes(tensors[one.spec.tensor].itemsize) for one in ranges]
+    sections = [encode_section(one.positions, one.bits, one.spec.form, zstd) for one in ranges]
+    sizes = [section.numel() for _, section in sections]
     payload = torch.zeros(table + sum(map(padded, sizes)), dtype=torch.uint8)
     entries = bytearray()
     offset = table
-    for (spec, positions, bits), size in zip(ranges, sizes, strict=True):
-        write_section(payload[offset : offset + size], positions, bits)
-        entries += TABLE_ENTRY.pack(spec.tensor, spec.encoding, bytes(3), spec.base, spec.count, size)
+    for one, (form, section), size in zip(ranges, sections, sizes, strict=True):
+        payload[offset : offset + size] = section
+        how = bytes((form.values, form.packing, 0))
+        entries += TABLE_ENTRY.pack(one.spec.tensor, form.positions, how, one.spec.base, one.spec.count, size)
         offset += padded(size)
     if entries:
         payload[:table] = torch.frombuffer(entries, dtype=torch.uint8)
@@ -188,13 +138,19 @@ def check_payload(bucket: Bucket) -> None:
         )
 
 
-def unpack(bucket: Bucket, tensors: Sequence[ParamMeta]) -> list[Range]:
-    """The ranges of a "full" or "delta" bucket, in its payload's memory; everything checked but the
-    positions.
+def unpack(bucket: Bucket, tensors: Sequence[ParamMeta], zstd: Zstd | None = None) -> list[Range]:
+    """The ranges of a "full" or "delta" bucket, in its payload's memory where their form allows; everything checked
+    but fixed positions.
+
+    Args:
+        bucket: as it was received.
+        tensors: what its ranges' numbers mean.
+        zstd: contexts to use; new ones when left out.
 
     Raises:
-        PatchMismatch: payload, table, tensor number, encoding, size or dense bounds do not fit.
+        PatchMismatch: payload, table, tensor number, form, section, size or dense bounds do not fit.
     """
+    zstd = zstd or Zstd()
     check_payload(bucket)
     header, payload = bucket.header, bucket.payload
     if header.kind not in (FULL, DELTA):
@@ -209,23 +165,28 @@ def unpack(bucket: Bucket, tensors: Sequence[ParamMeta]) -> list[Range]:
         )
     table = bytes(payload[:offset].numpy())
     found: list[Range] = []
-    for tensor, number, filler, base, count, size in TABLE_ENTRY.iter_unpack(table):
+    for tensor, number, (values, packing, filler), base, count, size in TABLE_ENTRY.iter_unpack(table):
         if tensor >= len(tensors):
             raise PatchMismatch(
                 f"range names tensor {tensor}, expected 0 to {len(tensors) - 1}; compare the plans' "
                 "fingerprints"
             )
         meta = tensors[tensor]
-        spec = RangeSpec(tensor, Encoding.of(number, meta.name), base, count)
+        form = Form.of(number, values, packing, meta.name)
+        spec = RangeSpec(tensor, form.positions, base, count, values=form.values, packing=form.packing)
         _check_range(spec, meta, size, filler, header.kind)
         if offset + padded(size) > payload.numel():
             raise PatchMismatch(
                 f"range of {meta.name!r} ends at payload byte {offset + padded(size)}, expected at most "
                 f"{payload.numel()}; send exactly what the header announces"
             )
-        found.append(
-            Range(spec, *read_section(payload[offset : offset + size], spec.encoding, count, meta.dtype))
-        )
+        section = payload[offset : offset + size]
+        if form.packing is Packing.FIXED:
+            found.append(Range(spec, *read_section(section, spec.encoding, count, meta.dtype)))
+        else:
+            limit = min(meta.numel - base, POSITION_LIMIT)
+            read = decode_section(section, form, count, limit, meta.dtype, meta.name, zstd)
+            found.append(Range(spec, read.positions, read.values))
         offset += padded(size)
     if offset != payload.numel():
         raise PatchMismatch(
@@ -254,17 +215,17 @@ def read_abort(bucket: Bucket) -> str:
     return bytes(bucket.payload.numpy()).decode(errors="replace")
 
 
-def _check_range(spec: RangeSpec, meta: ParamMeta, size: int, filler: bytes, kind: str) -> None:
-    expected = spec.section_bytes(meta.itemsize)
-    if filler != bytes(3):
+def _check_range(spec: RangeSpec, meta: ParamMeta, size: int, filler: int, kind: str) -> None:
+    expected, fixed = spec.section_bytes(meta.itemsize), spec.packing is Packing.FIXED
+    if filler:
         raise PatchMismatch(
-            f"range of {meta.name!r} has bytes {filler!r} behind its encoding, expected zeros; "
+            f"range of {meta.name!r} has byte {filler} behind its packing, expected zero; "
             "use the same release on both sides"
         )
-    if size != expected:
+    if size != expected if fixed else size >= expected:
         raise PatchMismatch(
             f"range of {meta.name!r} announces {size} bytes for {spec.count} elements of {meta.dtype} as "
-            f"{spec.encoding.name}, expected {expected}; compare the dtype on both sides"
+            f"{spec.form.name}, expected {'' if fixed else 'fewer than '}{expected}; compare the dtype on both sides"
         )
     if spec.count < 1 or spec.base < 0 or spec.base + spec.count > meta.numel:
         raise PatchMismatch(

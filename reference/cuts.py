@@ -35,7 +35,8 @@ def cut_buckets(
             count = max(count, 1)
             sparse = one.encoding is not Encoding.DENSE
             base, first = (one.base, done) if sparse else (one.base + done, 0)
-            filling.append(RangeSpec(one.tensor, one.encoding, base, count, first))
+            likely = -(-one.likely * count // one.count)
+            filling.append(one._replace(base=base, count=count, first=first, likely=likely))
             used += TABLE_ENTRY_BYTES + padded(count * size)
             done += count
     if filling:

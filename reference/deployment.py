@@ -19,6 +19,7 @@ from weightsync.reference.plan import TransferPlan
 from weightsync.reference.routes import Route, owned_routes
 from weightsync.reference.rowmap import RowMap, export, local_tensor
 from weightsync.reference.tables import Held, Tables, live_maps
+from weightsync.reference.wire.policy import PLAIN_WIRE, WirePolicy
 
 __all__ = ["Deployment", "RolloutLayout"]
 
@@ -34,6 +35,7 @@ class Deployment:
         bucket_bytes: largest bucket on the wire.
         trainer_multiple: rows per TP rank that the trainer's padded vocabulary is a multiple of.
         rollout_multiple: rows that a fused rollout's padded vocabulary is a multiple of.
+        wire: how ranges are encoded.
     """
 
     model: Model
@@ -42,6 +44,7 @@ class Deployment:
     bucket_bytes: int
     trainer_multiple: int = TRAINER_MULTIPLE
     rollout_multiple: int = ROLLOUT_MULTIPLE
+    wire: WirePolicy = PLAIN_WIRE
 
     @cached_property
     def trainer_layout(self) -> TrainerLayout:
@@ -103,7 +106,10 @@ class Deployment:
     def plan(self) -> TransferPlan:
         """The transfer plan, equal on every rank."""
         return TransferPlan(
-            self.tensors, tuple(tuple(maps.values()) for maps in self.trainer_maps), self.bucket_bytes
+            self.tensors,
+            tuple(tuple(maps.values()) for maps in self.trainer_maps),
+            self.bucket_bytes,
+            wire=self.wire,
         )
 
     @cached_property

@@ -1,42 +1,26 @@
-"""Wire forms of one range's positions and values, and choosing the cheapest. Little endian.
+"""The fixed wire forms of one range's positions and values: their size follows from the count. Little endian.
 
 A section is what one range puts in a bucket: for DENSE the values alone, for INT32 the positions, relative to
-the range's base, and then the values in the same order.
+the range's base, and then the values in the same order. ``wire.sections`` writes the smaller forms.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
-from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.params import int_view
+from weightsync.reference.wire.forms import Positions as Encoding
+
+__all__ = [
+    "ALIGNMENT", "POSITION_BYTES", "Encoding", "as_bytes", "cheapest", "element_bytes", "from_bytes", "padded",
+    "read_section", "write_section",
+]  # fmt: skip
 
 ALIGNMENT = 8
 """Sections start at multiples of this many bytes."""
 
 POSITION_BYTES = 4
-
-
-class Encoding(IntEnum):
-    """How a range's positions travel; the number stands in the range table."""
-
-    DENSE = 0
-    INT32 = 1
-
-    @classmethod
-    def of(cls, number: int, name: str) -> Encoding:
-        """The encoding with a wire number; PatchMismatch names it and tensor ``name`` when there is none."""
-        try:
-            return cls(number)
-        except ValueError:
-            known = ", ".join(f"{encoding.value} ({encoding.name})" for encoding in cls)
-            raise PatchMismatch(
-                f"range of {name!r} has encoding {number}, expected one of {known}; "
-                "use the same release on both sides"
-            ) from None
 
 
 def padded(nbytes: int) -> int:
@@ -45,8 +29,8 @@ def padded(nbytes: int) -> int:
 
 
 def element_bytes(encoding: Encoding, itemsize: int) -> int:
-    """Bytes that one element of a range adds to its section."""
-    return itemsize + (POSITION_BYTES if encoding is Encoding.INT32 else 0)
+    """Bytes that one element of a range adds to its section; at most, when it is in no fixed form."""
+    return itemsize + (0 if encoding is Encoding.DENSE else POSITION_BYTES)
 
 
 def cheapest(count: int, numel: int, itemsize: int) -> Encoding:

@@ -25,7 +25,7 @@ class Contents:
 
     Attributes:
         positions: int32 (n,) ascending, relative to the piece's base; None when all its elements travel.
-        bits: integer view (n,) of the new values.
+        bits: integer view (n,) of the values, in the value form that the group names for the piece.
         old: the same of the values before, where they are known; else None.
     """
 

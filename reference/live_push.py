@@ -32,7 +32,7 @@ class LiveBaseline:
     """
 
     def __init__(self, maps: Sequence[RowMap], params: Mapping[str, Tensor]) -> None:
-        self.maps: Sequence[RowMap] = tuple(maps)
+        self.maps = tuple(maps)
         self.traits = NONE
         self._params = params
 
@@ -84,7 +84,7 @@ class LiveTrainer(OrderedTrainer):
     async def connect(self, deadline_ns: int) -> None:
         """See ``Trainer.connect``; every member needs everything, whatever it holds."""
         await super().connect(deadline_ns)
-        self.behind = self.members
+        self.behind = dict.fromkeys(self.members)
         self.slots.acknowledge(None)
 
     async def commit(self, job: Job, deadline_ns: int) -> None:

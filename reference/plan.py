@@ -20,12 +20,14 @@ from weightsync.reference.buckets import (
     RangeSpec,
 )
 from weightsync.reference.cuts import cut_buckets
-from weightsync.reference.encoding import POSITION_BYTES, Encoding, cheapest, padded
+from weightsync.reference.encoding import POSITION_BYTES, Encoding, padded
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.holdings import fingerprint
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.pieces import OwnedRows, Piece, cut_pieces, owned_rows, told
 from weightsync.reference.rowmap import RowMap
+from weightsync.reference.wire.forms import Form, Packing
+from weightsync.reference.wire.policy import PLAIN_WIRE, WirePolicy
 
 __all__ = ["BucketSpec", "GatherGroup", "OwnedRows", "Piece", "RangeSpec", "TransferPlan"]
 
@@ -40,12 +42,14 @@ class GatherGroup:
     Attributes:
         pieces: numbers of the pieces, in wire order.
         dense: per piece, whether all its elements travel.
+        forms: per piece, the form that its ranges are to be written in.
         buckets: how the gathered bytes are cut; no bucket mixes two groups.
     """
 
     pieces: tuple[int, ...]
     dense: tuple[bool, ...]
     buckets: tuple[BucketSpec, ...]
+    forms: tuple[Form, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +63,7 @@ class TransferPlan:
         maps: [trainer rank][parameter], the rank's map of each runtime parameter; ranks may hold different ones.
         bucket_bytes: largest bucket on the wire, header included; only a single element may exceed it.
         piece_elements: from this many elements on, a tensor is cut into pieces.
+        wire: how ranges are encoded.
 
     Raises:
         PlanMismatch: a checkpoint element is not told exactly once, or its dtype is another one on a rank.
@@ -68,6 +73,7 @@ class TransferPlan:
     maps: tuple[tuple[RowMap, ...], ...]
     bucket_bytes: int
     piece_elements: int = PIECE_ELEMENTS
+    wire: WirePolicy = PLAIN_WIRE
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
@@ -97,26 +103,27 @@ class TransferPlan:
             totals[piece.tensor] += count
         return tuple(totals)
 
-    def groups(self, counts: Sequence[int] | None) -> tuple[GatherGroup, ...]:
+    def groups(self, counts: Sequence[int] | None, *, absolute: bool = False) -> tuple[GatherGroup, ...]:
         """The gather groups of an update, in order; pieces without a change are left out.
 
         A piece travels dense in a full update, and where that takes no more bytes. A group is closed before
         it exceeds ``bucket_bytes``; a piece that exceeds it alone is a group of several buckets.
+        ``absolute`` says that nobody knows the old bits of these changes, so that no value may be a difference.
         """
         if counts is None:
             return self._full_groups
-        return self._grouped(counts)
+        return self._grouped(counts, absolute)
 
     @cached_property
     def _full_groups(self) -> tuple[GatherGroup, ...]:
-        return self._grouped(None)
+        return self._grouped(None, True)
 
-    def _grouped(self, counts: Sequence[int] | None) -> tuple[GatherGroup, ...]:
+    def _grouped(self, counts: Sequence[int] | None, absolute: bool) -> tuple[GatherGroup, ...]:
         groups: list[GatherGroup] = []
         waiting: list[RangeSpec] = []
         numbers: list[int] = []
         filled = HEADER_BYTES
-        for number, one, nbytes in self._ranges(counts):
+        for number, one, nbytes in self._ranges(counts, absolute):
             if waiting and filled + nbytes > self.bucket_bytes:
                 groups.append(self._close(numbers, waiting, filled))
                 numbers, waiting, filled = [], [], HEADER_BYTES
@@ -140,8 +147,25 @@ class TransferPlan:
         return total
 
     def update_bytes(self, counts: Sequence[int] | None) -> int:
-        """Bytes on the wire of a whole update: its buckets, headers included, and the END trailer."""
+        """The most bytes on the wire of a whole update: its buckets, headers included, and the END trailer.
+
+        Exact where every range is in a fixed form.
+        """
         return END_BYTES + sum(bucket.nbytes for group in self.groups(counts) for bucket in group.buckets)
+
+    def likely_bytes(self, counts: Sequence[int] | None, *, absolute: bool = False) -> int:
+        """The same, estimated: as ``update_bytes`` where that is exact. ``absolute`` as in ``groups``."""
+        groups = self.groups(counts, absolute=absolute)
+        return END_BYTES + sum(bucket.likely for group in groups for bucket in group.buckets)
+
+    def range_of(self, piece: Piece, form: Form, count: int, itemsize: int) -> RangeSpec:
+        """All that travels of a piece, or of its window in a slice, as one range in ``form``."""
+        exact = form.packing is Packing.FIXED
+        likely = 0 if exact else self.wire.likely_bytes(form, count, piece.count, itemsize)
+        return RangeSpec(
+            piece.tensor, form.positions, piece.base, count,
+            values=form.values, packing=form.packing, likely=likely,
+        )  # fmt: skip
 
     def owned(self, rank: int, piece: int) -> int:
         """Elements of a piece that trainer ``rank`` speaks for."""
@@ -232,7 +256,7 @@ class TransferPlan:
                     f"the trainer's ranks, expected {width}; correct the layout table or the attributes"
                 )
 
-    def _ranges(self, counts: Sequence[int] | None) -> Iterator[tuple[int, RangeSpec, int]]:
+    def _ranges(self, counts: Sequence[int] | None, absolute: bool) -> Iterator[tuple[int, RangeSpec, int]]:
         """Per piece with a change: its number, all of it as one range, and the bytes it adds to a bucket."""
         if counts is not None and len(counts) != len(self.pieces):
             raise PlanMismatch(
@@ -251,15 +275,22 @@ class TransferPlan:
             if count == 0:
                 continue
             itemsize = itemsizes[number]
-            if counts is None or cheapest(count, whole, itemsize) is Encoding.DENSE:
-                one, nbytes = RangeSpec(piece.tensor, Encoding.DENSE, piece.base, whole), whole * itemsize
-            else:
-                one = RangeSpec(piece.tensor, Encoding.INT32, piece.base, count)
-                nbytes = count * (itemsize + POSITION_BYTES)
-            yield number, one, TABLE_ENTRY_BYTES + padded(nbytes)
+            wire = self.wire
+            form = (
+                wire.full_form(whole, itemsize)
+                if counts is None
+                else wire.form(count, whole, itemsize, absolute=absolute)
+            )
+            if form.positions is Encoding.DENSE:
+                count = whole
+            one = self.range_of(piece, form, count, itemsize)
+            yield number, one, TABLE_ENTRY_BYTES + padded(one.section_bytes(itemsize))
 
     def _close(self, numbers: Sequence[int], ranges: Sequence[RangeSpec], nbytes: int) -> GatherGroup:
         dense = tuple(one.encoding is Encoding.DENSE for one in ranges)
+        forms = tuple(one.form for one in ranges)
         if nbytes <= self.bucket_bytes:
-            return GatherGroup(tuple(numbers), dense, (BucketSpec(tuple(ranges), nbytes),))
-        return GatherGroup(tuple(numbers), dense, cut_buckets(ranges, self.tensors, self.bucket_bytes))
+            buckets: tuple[BucketSpec, ...] = (BucketSpec.of(ranges, self.tensors),)
+        else:
+            buckets = cut_buckets(ranges, self.tensors, self.bucket_bytes)
+        return GatherGroup(tuple(numbers), dense, buckets, forms)

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weightsync.reference.buckets import BucketSpec, RangeSpec
+from weightsync.reference.buckets import BucketSpec
 from weightsync.reference.cuts import cut_buckets
-from weightsync.reference.encoding import Encoding
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.holdings import Holding
 from weightsync.reference.members import RankId
@@ -54,11 +53,11 @@ class Route:
         if self.is_whole:
             return group.buckets
         ranges = []
-        for number, dense, count in zip(group.pieces, group.dense, counts, strict=True):
+        for number, form, count in zip(group.pieces, group.forms, counts, strict=True):
             if count:
                 piece = self.pieces[number]
-                encoding = Encoding.DENSE if dense else Encoding.INT32
-                ranges.append(RangeSpec(piece.tensor, encoding, piece.base, count))
+                itemsize = self.holding.tensors[piece.tensor].itemsize
+                ranges.append(self.plan.range_of(piece, form, count, itemsize))
         return cut_buckets(ranges, self.holding.tensors, self.plan.bucket_bytes)
 
     def estimate(self, group: GatherGroup, counts: Sequence[int]) -> tuple[int, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from weightsync.reference.baselines import Baseline, WholeBaseline
@@ -14,16 +13,16 @@ from weightsync.reference.buckets import Bucket, BucketSpec, Heading, pack_bucke
 from weightsync.reference.changes import Changes, Found, Held, Part, collect, in_pieces
 from weightsync.reference.detect import Detector
 from weightsync.reference.digest import OwnedDigest, combine
-from weightsync.reference.encoding import as_bytes, padded, write_section
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
 from weightsync.reference.narrowing import narrow
-from weightsync.reference.params import int_view
+from weightsync.reference.parts import part_jobs
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.squash import Feeds, Trail, squash
 from weightsync.reference.steps import Step, Touched
+from weightsync.reference.wire.streams import Zstd
 
 __all__ = ["Changes", "Held", "Part", "Source"]
 
@@ -64,6 +63,7 @@ class Source:
         self._detector = Detector() if detector is None else detector
         self._maps = tuple(self.baseline.maps)
         self._tables = {row_map.name: OwnedDigest(row_map, plan.tensors) for row_map in self._maps}
+        self._zstd = Zstd()
         self._digests: dict[int, int] = {}
         self._steps: dict[int, tuple[int, int]] = {}
 
@@ -143,7 +143,9 @@ class Source:
         return Changes(slot, None, tuple(counts), patches, nbytes, None)
 
     def part(self, slot: int, changes: Changes | None, group: GatherGroup) -> Step[Part]:
-        """What this rank brings to the gather of ``group``: per piece a section, padded; new memory.
+        """What this rank brings to the gather of ``group``: per piece a fixed section, padded; new memory.
+
+        The values of a sparse piece are in the piece's value form already: its bytes follow from the counts.
 
         Args:
             slot: the snapshot that dense pieces are read from.
@@ -154,31 +156,8 @@ class Source:
             raise PlanMismatch(f"changes are of slot {changes.slot}, expected slot {slot}; diff that slot")
         tensors = self.baseline.tensors(slot)
         counts = (0,) * len(self.plan.pieces) if changes is None else changes.counts
-        payload = torch.zeros(self.plan.part_bytes(group, self.rank, counts), dtype=torch.uint8)
-        jobs: list[Callable[[], None]] = []
-        offset = 0
-        for number, dense in zip(group.pieces, group.dense, strict=True):
-            if dense:
-                for rows in self.plan.owned_rows(self.rank, number):
-                    size = rows.numel * self._itemsize(number)
-                    jobs.append(
-                        _reader(
-                            self.baseline.rows(rows).read,
-                            tensors[rows.param],
-                            payload[offset : offset + size],
-                        )
-                    )
-                    offset += size
-            elif counts[number]:
-                if changes is None or number not in changes.patches:
-                    raise PlanMismatch(
-                        "changes hold no patch for a sparse piece, expected one; diff against a base"
-                    )
-                positions, bits, _ = changes.patches[number]
-                size = positions.nbytes + bits.nbytes
-                jobs.append(_writer(payload[offset : offset + size], positions, bits))
-                offset += size
-            offset = padded(offset)
+        patches = {} if changes is None else changes.patches
+        payload, jobs = part_jobs(self.plan, self.rank, group, counts, patches, tensors, self.baseline.rows)
         half = len(jobs) // 2
         for job in jobs[:half]:
             job()
@@ -221,7 +200,7 @@ class Source:
             heading: kind, versions, epoch and sequence of the bucket.
         """
         yield Touched(spec.nbytes)
-        return pack_bucket(heading, [joined.cut(one) for one in spec.ranges], joined.tensors)
+        return pack_bucket(heading, [joined.cut(one) for one in spec.ranges], joined.tensors, self._zstd)
 
     def same_digest(self, found: int, expected: int) -> bool:
         """True when two digests are equal."""
@@ -235,20 +214,6 @@ class Source:
             for output in one.tables.owned_outputs:
                 feeds.setdefault(one.outputs[output], []).append((one, output))
         return feeds
-
-    def _itemsize(self, piece: int) -> int:
-        return self.plan.tensors[self.plan.pieces[piece].tensor].itemsize
-
-
-def _reader(read: Callable[[Tensor], Tensor], tensor: Tensor, out: Tensor) -> Callable[[], None]:
-    def job() -> None:
-        out.copy_(as_bytes(read(int_view(tensor))))
-
-    return job
-
-
-def _writer(out: Tensor, positions: Tensor, bits: Tensor) -> Callable[[], None]:
-    return lambda: write_section(out, positions, bits)
 
 
 def _check_param(row_map: RowMap, params: Mapping[str, Tensor]) -> None:

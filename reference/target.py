@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from weightsync.reference.buckets import ABORT, END, Bucket, Range, read_abort, read_end, unpack
 from weightsync.reference.decoded import Decoded
-from weightsync.reference.delta import Cells, UndoLog
+from weightsync.reference.delta import UndoLog
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.holdings import Holding, Narrowed
@@ -21,46 +19,15 @@ from weightsync.reference.progress import Progress
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.share import KeptShare
 from weightsync.reference.steps import Step, Touched
+from weightsync.reference.wire.forms import Values
+from weightsync.reference.wire.streams import Zstd
+from weightsync.reference.wire.values import resolve
+from weightsync.reference.writing import Holder, Write, by_position, dense_writes
 
 WEIGHTS = "weights"
 
 COPY = 3
 """A tied name with a storage of its own adds so many times what it differs by: no other change hides it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Holder:
-    """One storage of this rank that holds some of one checkpoint tensor.
-
-    Attributes:
-        name: runtime name.
-        row_map: its map.
-        output: index of the checkpoint tensor, or of the slice of it that buckets name, in the map's outputs.
-        weight: the live tensor, written in place.
-    """
-
-    name: str
-    row_map: RowMap
-    output: int
-    weight: Tensor
-
-    @cached_property
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """The local rows that it holds, and which checkpoint rows they are, ascending."""
-        return self.row_map.local_rows(self.output, owned_only=False)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Write:
-    cells: Cells
-    index: Tensor
-    values: Tensor
-
-    def do(self, taken: slice, log: UndoLog | None) -> None:
-        if log is None:
-            self.cells.write(self.index[taken], self.values[taken])
-        else:
-            log.overwrite(self.cells, self.index[taken], self.values[taken])
 
 
 class Target:
@@ -100,6 +67,8 @@ class Target:
         self._holders: dict[int, list[Holder]] = {}
         self._share = KeptShare(self.tensors)
         self._log = UndoLog()
+        self._zstd = Zstd()
+        self._resolved: dict[tuple[int, int], list[Write]] = {}
         self._progress = Progress(self.holding.tensors)
         self._narrow = Narrowed(self.holding)
         aliases = dict(aliases or {})
@@ -131,7 +100,7 @@ class Target:
             return Decoded(bucket.header, bucket.nbytes, end=read_end(bucket))
         if bucket.header.kind == ABORT:
             return Decoded(bucket.header, bucket.nbytes, aborted=read_abort(bucket))
-        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.holding.tensors)))
+        return Decoded(bucket.header, bucket.nbytes, tuple(unpack(bucket, self.holding.tensors, self._zstd)))
 
     def validate(self, decoded: Decoded, *, version: int, base: int, epoch: int, sequence: int) -> Step[None]:
         """Return if the bucket is the expected next one and everything in it fits; nothing is written.
@@ -165,14 +134,15 @@ class Target:
         """Write this rank's elements of a validated bucket in place; returns the bytes written, O(changed).
 
         With ``undo`` the old bits are kept, each before it is overwritten, until ``commit``; a step abandoned at its
-        pause can be rolled back. Applying the same bucket again is harmless.
+        pause can be rolled back. Applying the same bucket again is harmless: values that are differences from the old
+        bits are worked out once in an update, before the bucket's first write, and kept until it ends.
 
         Raises:
             PlanMismatch: the bucket was not validated; nothing was written.
         """
         if not decoded.validated:
             raise PlanMismatch("bucket was not validated, expected that before any write; validate it first")
-        writes = [write for one in decoded.ranges for write in self._writes(one)]
+        writes = self._writes_of(decoded)
         nbytes, log = sum(write.values.nbytes for write in writes), self._log if undo else None
         if log is None:
             self._share.forget_all()
@@ -193,6 +163,7 @@ class Target:
             self._share.forget()
         nbytes = yield from self._log.steps()
         self._log.clear()
+        self._resolved.clear()
         if undone:
             self._share.restore()
         return nbytes
@@ -202,6 +173,7 @@ class Target:
         yield Touched(0)
         self._progress.reset()
         self._log.clear()
+        self._resolved.clear()
 
     def digest(self, *, afresh: bool = False) -> Step[int]:
         """This rank's share of the digest: the rows it owns, in checkpoint coordinates.
@@ -250,7 +222,7 @@ class Target:
             self._holders.setdefault(number, []).append(Holder(name, narrow, index, weight))
         return True
 
-    def _write(self, writes: Sequence[_Write], log: UndoLog | None, *, second: bool) -> None:
+    def _write(self, writes: Sequence[Write], log: UndoLog | None, *, second: bool) -> None:
         """Do one half of every write; the share follows those whose old bits are kept."""
         known, shift = self._share.forget(), 0
         for write in writes:
@@ -261,38 +233,27 @@ class Target:
         if log is not None and known is not None:
             self._share.value = wrap(known + shift)
 
-    def _writes(self, one: Range) -> list[_Write]:
-        """What one range writes on this rank; out-of-shard elements are dropped."""
-        writes: list[_Write] = []
+    def _writes_of(self, decoded: Decoded) -> list[Write]:
+        """What a bucket writes on this rank, in bits; one with differences resolves them the first time only."""
+        if all(one.spec.values is Values.RAW for one in decoded.ranges):
+            return [write for one in decoded.ranges for write in self._writes(one)]
+        heading = decoded.header.heading
+        number = heading.version, heading.sequence
+        if number not in self._resolved:
+            self._resolved[number] = [write for one in decoded.ranges for write in self._writes(one)]
+        return self._resolved[number]
+
+    def _writes(self, one: Range) -> list[Write]:
+        """What one range writes on this rank, in bits; out-of-shard elements are dropped."""
+        writes: list[Write] = []
+        dtype = self.holding.tensors[one.spec.tensor].dtype
         for holder in self._holders.get(one.spec.tensor, ()):
             if one.positions is not None:
-                writes.append(_by_position(holder, one.positions, one.spec.base, one.bits))
+                write = by_position(holder, one.positions, one.spec.base, one.bits)
+                if one.spec.values is not Values.RAW:
+                    old = write.cells.read(write.index)
+                    write = replace(write, values=resolve(one.spec.values, write.values, old, dtype))
+                writes.append(write)
             else:
-                writes += _dense_writes(holder, one.spec.base, one.bits)
+                writes += dense_writes(holder, one.spec.base, one.bits)
         return [write for write in writes if write.index.numel()]
-
-
-def _by_position(holder: Holder, positions: Tensor, base: int, bits: Tensor) -> _Write:
-    held, local = holder.row_map.locate(holder.output, positions, base)
-    return _Write(Cells.of(holder.weight), local, bits if local.numel() == bits.numel() else bits[held])
-
-
-def _dense_writes(holder: Holder, base: int, bits: Tensor) -> list[_Write]:
-    """Whole rows at once; the broken rows at both ends by position."""
-    row_map = holder.row_map
-    full_width = row_map.full_widths[holder.output]
-    end = base + bits.numel()
-    first, last = -(-base // full_width), end // full_width
-    if first >= last or row_map.width == 0:
-        return [_by_position(holder, torch.arange(bits.numel()), base, bits)]
-    head, tail = first * full_width - base, last * full_width - base
-    local, rows = holder.rows
-    low, high = torch.searchsorted(rows, torch.tensor([first, last])).tolist()
-    columns = slice(row_map.column, row_map.column + row_map.width)
-    values = bits[head:tail].view(-1, full_width)[rows[low:high] - first, columns]
-    cells = Cells.of(holder.weight, row_map.width)
-    writes = [_Write(cells, local[low:high], values if row_map.width > 1 else values.reshape(-1))]
-    for start, stop in ((0, head), (tail, bits.numel())):
-        if stop > start:
-            writes.append(_by_position(holder, torch.arange(stop - start), base + start, bits[start:stop]))
-    return writes

@@ -114,7 +114,8 @@ async def make_job(trainer: Trainer, deadline_ns: int) -> Job:
     everything = [number for number in trainer.members if trainer.behind.get(number, slot) is None]
     base = trainer.slots.acknowledged if len(everything) < len(trainer.members) else None
     failure: Exception | None = None
-    share, told = 0, [None] * (1 + len(left_at))
+    share = 0
+    told: list[Any] = [None] * (1 + len(left_at))
     try:
         trainer.slots.invalidate(slot)
         await trainer.verbs.snapshot(slot)
@@ -136,11 +137,11 @@ async def make_job(trainer: Trainer, deadline_ns: int) -> Job:
         Delta.of(one, [row[2 + n * pieces : 2 + (n + 1) * pieces] for row in matrix])
         for n, one in enumerate(told)
     ]
-    whole = trainer.plan.update_bytes(None)
+    whole = trainer.plan.likely_bytes(None)
     cheaper = {
         version: delta
         for version, delta in zip(left_at, others, strict=True)
-        if trainer.plan.update_bytes(delta.counts) < whole
+        if trainer.plan.likely_bytes(delta.counts, absolute=True) < whole
     }
     held = trainer.slots.held(base) if base is not None else None
     return Job(slot, held, step, cheaper, wrap(sum(row[1] for row in matrix)))
@@ -234,7 +235,8 @@ async def _buckets(trainer: Trainer, job: Job, stream: Stream, heading: Heading,
         stream.delta if stream.delta is not None else job.step
     )  # whose counts play no part in a full update
     changes = None if stream.delta is None else stream.delta.changes
-    for rows in trainer.plan.groups(None if stream.delta is None else delta.counts):
+    counts = None if stream.delta is None else delta.counts
+    for rows in trainer.plan.groups(counts, absolute=stream.base in job.squashed):
         sizes = [trainer.plan.part_bytes(rows, rank, row) for rank, row in enumerate(delta.matrix)]
         parts = await trainer.verbs.gather(trainers, rows, job.slot, changes, sizes, deadline_ns)
         if parts is None:

@@ -76,8 +76,8 @@ class PhantomBucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire, header included."""
-        return self.spec.nbytes
+        """Bytes on the wire, header included: estimated, where they do not follow from the counts."""
+        return self.spec.likely
 
     def copy(self) -> PhantomBucket:
         """Itself: there is no memory to own."""
@@ -179,7 +179,7 @@ class PhantomSource:
 
     def encode(self, contents: PhantomContents, spec: BucketSpec, heading: Heading) -> Step[PhantomBucket]:
         """See ``reference.source.Source.encode``."""
-        yield Touched(spec.nbytes)
+        yield Touched(spec.likely)
         return PhantomBucket(heading, spec)
 
     def _bytes_of(self, group: GatherGroup, counts: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ import xxhash
 from weightsync.backends.disk.files import Bytes, Files
 from weightsync.backends.disk.shards import DTYPES, NAMES
 from weightsync.backends.disk.squash import Change
-from weightsync.reference.delta import WIDE
+from weightsync.reference.detect import WIDE
 from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.params import ParamMeta
 

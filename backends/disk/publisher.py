@@ -28,7 +28,7 @@ from weightsync.backends.disk.leases import Clock, leases
 from weightsync.backends.disk.names import CLAIM, INDEX, KEPT, plain_name, version_folder
 from weightsync.backends.disk.pack import Changed, Put, delta_shards, fingerprint, full_shards, weight_map
 from weightsync.backends.disk.store import Progress, Store, unheard
-from weightsync.reference.delta import changed
+from weightsync.reference.detect import changed
 from weightsync.reference.digest import digest_sum, key, state_digest, wrap
 from weightsync.reference.errors import PatchMismatch, PlanMismatch, StaleVersion
 from weightsync.reference.params import ParamMeta, fresh_copy, int_view

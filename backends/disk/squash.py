@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from weightsync.backends.disk.opened import Opened
-from weightsync.reference.delta import changed
+from weightsync.reference.detect import changed
 from weightsync.reference.digest import digest_sum, key, tensor_digest, wrap
 from weightsync.reference.errors import PatchMismatch, PlanMismatch
 from weightsync.reference.params import ParamMeta

@@ -156,10 +156,14 @@ def test_a_payload_that_is_not_bytes_is_refused() -> None:
     ("number", "changes", "said"),
     [
         (0, {"tensor": 2}, "range names tensor 2, expected 0 to 1"),
-        (0, {"encoding": 7}, r"range of 'a' has encoding 7, expected one of 0 \(DENSE\), 1 \(INT32\)"),
-        (0, {"count": 3}, "'a' announces 12 bytes for 3 elements of torch.bfloat16 as INT32, expected 18"),
-        (1, {"size": 10}, "'b' announces 10 bytes for 3 elements of torch.float32 as DENSE, expected 12"),
-        (0, {"filler": b"\0\0\1"}, "range of 'a' has bytes .* behind its encoding, expected zeros"),
+        (0, {"encoding": 7}, r"range of 'a' has position form 7, expected one of 0 \(DENSE\), 1 \(INT32\)"),
+        (
+            0,
+            {"count": 3},
+            "'a' announces 12 bytes for 3 elements of torch.bfloat16 as int32.raw, expected 18",
+        ),
+        (1, {"size": 10}, "'b' announces 10 bytes for 3 elements of torch.float32 as dense.raw, expected 12"),
+        (0, {"filler": b"\0\0\1"}, "range of 'a' has byte 1 behind its packing, expected zero"),
         (1, {"base": 2}, "range of 'b' names 3 elements from position 2, .* none beyond 3"),
         (1, {"base": -1}, "range of 'b' names 3 elements from position -1"),
         (0, {"count": 0, "size": 0}, "range of 'a' names 0 elements from position 0, expected at least one"),

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.reference.buckets import DELTA, FULL, Bucket, Header, Heading, end_bucket
+from weightsync.reference.decoded import Decoded
 from weightsync.reference.digest import combine
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.routes import Route
 from weightsync.reference.source import Source
 from weightsync.reference.steps import run
-from weightsync.reference.target import Decoded, Target
+from weightsync.reference.target import Target
 
 
 @dataclass

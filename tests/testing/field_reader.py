@@ -31,7 +31,7 @@ def pull(source: Path, state: dict[str, bytes], applied: int, target: int) -> in
         for file in sorted(set(index["weight_map"].values())):
             with safe_open(folder / file, framework="np") as opened:
                 sums = opened.metadata()
-            for name, entry in deserialize((folder / file).read_bytes()):
+            for name, entry in deserialize((folder / file).read_bytes()):  # type: ignore[no-untyped-call]
                 body = zstandard.ZstdDecompressor().decompress(bytes(entry["data"]))
                 new = _applied(metadata["delta_encoding"], body, state[name])
                 if _checksum(metadata["checksum_format"], new) != sums[name]:

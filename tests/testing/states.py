@@ -21,7 +21,7 @@ def examples(share: float) -> settings:
 
     A number in ``@settings`` would stand against every profile.
     """
-    return settings(max_examples=max(1, round(share * settings.default.max_examples)))
+    return settings(max_examples=max(1, round(share * settings().max_examples)))
 
 
 @st.composite

@@ -21,6 +21,7 @@ from weightsync.reference.plan import TransferPlan
 from weightsync.reference.source import Source
 from weightsync.reference.steps import run
 from weightsync.reference.target import Target
+from weightsync.reference.wire.policy import PLAIN_WIRE, WirePolicy
 from weightsync.testing.byhand import Update, make_update
 from weightsync.testing.strategies import param_metas
 
@@ -36,6 +37,7 @@ class TwoSides:
         bucket_bytes: largest bucket.
         piece_elements: largest piece.
         state: the trainer's weights as whole checkpoint tensors.
+        wire: how updates are encoded.
     """
 
     metas: tuple[ParamMeta, ...]
@@ -44,11 +46,12 @@ class TwoSides:
     bucket_bytes: int
     piece_elements: int
     state: list[Tensor] = field(default_factory=list)
+    wire: WirePolicy = PLAIN_WIRE
 
     def __post_init__(self) -> None:
         """Make the plan, the live shards and the sources."""
         maps = tuple(tuple(one.values()) for one in self.trainer)
-        self.plan = TransferPlan(self.metas, maps, self.bucket_bytes, self.piece_elements)
+        self.plan = TransferPlan(self.metas, maps, self.bucket_bytes, self.piece_elements, self.wire)
         self.live = [self.shards(one) for one in self.trainer]
         self.sources = [Source(self.plan, rank, params) for rank, params in enumerate(self.live)]
 

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightsync.reference.baselines import WholeBaseline
 from weightsync.reference.buckets import Bucket
-from weightsync.reference.changes import Changes, Found, in_pieces
+from weightsync.reference.changes import Changes, Found, Patch, in_pieces
 from weightsync.reference.control import Message
+from weightsync.reference.decoded import Decoded
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import DeadlineExceeded, GroupBroken
 from weightsync.reference.members import Group
@@ -20,7 +22,7 @@ from weightsync.reference.rowmap import RowMap
 from weightsync.reference.share import KeptShare
 from weightsync.reference.source import Held, Source
 from weightsync.reference.steps import Step, Touched, run
-from weightsync.reference.target import Decoded, Target
+from weightsync.reference.target import Target
 from weightsync.testing.damage import sealed
 
 # ---- a trainer rank's bytes --------------------------------------------------------------------------------
@@ -36,14 +38,21 @@ class DropsAttributes(Source):
         return held
 
 
+def _copies(source: Source, slot: int) -> dict[str, Tensor]:
+    """The copies in a slot of a whole baseline, to be spoilt."""
+    if not isinstance(source.baseline, WholeBaseline):
+        raise TypeError(f"a baseline {source.baseline.traits.name!r} has no copies to spoil; use 'whole'")
+    return source.baseline._slots._copies[slot]
+
+
 class CarriesAttributesOnce(Source):
     """Carries attributes when a slot's memory is allocated, and never again."""
 
     def snapshot(self, slot: int) -> Step[Held]:
-        first = {name: read(tensor) for name, tensor in self.baseline._slots._copies[slot].items()}
+        first = {name: read(tensor) for name, tensor in _copies(self, slot).items()}
         held = yield from super().snapshot(slot)
         for name, attributes in first.items():
-            attributes.stamp(self.baseline._slots._copies[slot][name])
+            attributes.stamp(_copies(self, slot)[name])
         return held
 
 
@@ -63,7 +72,7 @@ class KeepsTheLiveTensor(Source):
     def snapshot(self, slot: int) -> Step[Held]:
         held = yield from super().snapshot(slot)
         for name, live in self.params.items():
-            self.baseline._slots._copies[slot][name] = carry(live, live.detach())
+            _copies(self, slot)[name] = carry(live, live.detach())
         return held
 
 
@@ -93,7 +102,7 @@ class OffByOne(Source):
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         changes = yield from super().diff(slot, base)
-        patches = {number: (patch[0] + 1, *patch[1:]) for number, patch in changes.patches.items()}
+        patches = {n: (at + 1, new, old) for n, (at, new, old) in changes.patches.items()}
         return replace(changes, patches=patches)
 
 
@@ -105,7 +114,7 @@ class SendsWhatDidNotChange(Source):
         if base is None or self.rank or changes.nnz:
             return changes
         bits = int_view(next(iter(self.held(slot).values())))[:1].clone()
-        patches = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
+        patches: dict[int, Patch] = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
         return replace(changes, counts=(1, *changes.counts[1:]), patches=patches)
 
 
