@@ -1,7 +1,7 @@
 """Every check of this project, as nox sessions.
 
-By default: lint, types, tests, examples, dist. On request (``nox -s NAME``): matrix, faults, fuzz, real,
-minimums, nightly, bench. Whatever runs our code runs the installed wheel, which is built from the sdist, so that a file
+By default: lint, types, tests, examples, dist. On request (``nox -s NAME``): matrix, faults, sweeps,
+fuzz, real, minimums, nightly, bench. Whatever runs our code runs the installed wheel, which is built from the sdist, so that a file
 missing from either is noticed.
 """
 
@@ -139,6 +139,12 @@ def fuzz(session: nox.Session) -> None:
     install_wheel(session)
     arguments = session.posargs or ["--seeds", "10000", "--workers", "2"]
     session.run("weightsync", "fuzz", *arguments, env=ONE_THREAD)
+
+
+@nox.session(python=False)
+def sweeps(session: nox.Session) -> None:
+    """Faults at every await under further options and of background pushes; arguments go to pytest."""
+    session.notify("tests", ["-q", "-n", "0", "tests/sweeps", *session.posargs])
 
 
 @nox.session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,9 +40,7 @@ class DropsAttributes(Source):
 
 def _copies(source: Source, slot: int) -> dict[str, Tensor]:
     """The copies in a slot of a whole baseline, to be spoilt."""
-    if not isinstance(source.baseline, WholeBaseline):
-        raise TypeError(f"a baseline {source.baseline.traits.name!r} has no copies to spoil; use 'whole'")
-    return source.baseline._slots._copies[slot]
+    return cast(WholeBaseline, source.baseline)._slots._copies[slot]
 
 
 class CarriesAttributesOnce(Source):
