@@ -1,8 +1,8 @@
 """Every check of this project, as nox sessions.
 
 By default: lint, types, tests, examples, dist. On request (``nox -s NAME``): matrix, faults, sweeps,
-fuzz, real, minimums, nightly, bench. Whatever runs our code runs the installed wheel, which is built from the sdist, so that a file
-missing from either is noticed.
+fuzz, real, minimums, nightly, bench. Whatever runs our code runs the installed wheel, which is built
+from the sdist, so that a file missing from either is noticed.
 """
 
 from __future__ import annotations
