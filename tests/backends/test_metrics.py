@@ -11,8 +11,8 @@ from weightsync.reference.errors import PeerLost
 from weightsync.reference.metrics import UpdateMetrics
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trainer import Trainer
-from weightsync.testing.faults import tiny_deployment
 from weightsync.testing.scenario import RunResult, run_scenario
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.worlds import world_names
 
 BACKENDS = pytest.mark.parametrize("backend", world_names())

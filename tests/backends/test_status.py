@@ -20,9 +20,10 @@ from weightsync.reference.rollout import Rollout
 from weightsync.reference.status import RankStatus, TrainerStatus
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.faults import Fault
-from weightsync.testing.faults import FaultRun, tiny_deployment
+from weightsync.testing.faults import FaultRun
 from weightsync.testing.inprocess_run import InprocessRun, WholeTensors
 from weightsync.testing.scenario import run_scenario
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.worlds import world_names, world_of
 
 BACKENDS = pytest.mark.parametrize("backend", world_names())
