@@ -26,8 +26,8 @@ def telling(kind: type[Trainer] = Trainer) -> tuple[type[Trainer], Told, Inside]
     inside: Inside = {}
 
     class Telling(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.on_update = told.setdefault(str(self.verbs.me), []).append
 
         async def update(self) -> Outcome:

@@ -186,16 +186,16 @@ class SumsBits(Target):
 class CountsReplicas(Target):
     """Follows every write, also of rows that another rank speaks for."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         _share_of(self, _CountingReplicas)
 
 
 class TakesOldBitsForZeros(Target):
     """Follows what comes, and not what was there."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         _share_of(self, _Adding)
 
 
