@@ -13,7 +13,7 @@ from weightsync.reference.params import int_view
 from weightsync.reference.wire.forms import Positions as Encoding
 
 __all__ = [
-    "ALIGNMENT", "POSITION_BYTES", "Encoding", "as_bytes", "cheapest", "element_bytes", "from_bytes", "padded",
+    "ALIGNMENT", "POSITION_BYTES", "Encoding", "as_bytes", "element_bytes", "from_bytes", "padded",
     "read_section", "write_section",
 ]  # fmt: skip
 
@@ -31,12 +31,6 @@ def padded(nbytes: int) -> int:
 def element_bytes(encoding: Encoding, itemsize: int) -> int:
     """Bytes that one element of a range adds to its section; at most, when it is in no fixed form."""
     return itemsize + (0 if encoding is Encoding.DENSE else POSITION_BYTES)
-
-
-def cheapest(count: int, numel: int, itemsize: int) -> Encoding:
-    """DENSE when sending all ``numel`` elements takes no more bytes than ``count`` of them with positions."""
-    dense = numel * element_bytes(Encoding.DENSE, itemsize)
-    return Encoding.DENSE if dense <= count * element_bytes(Encoding.INT32, itemsize) else Encoding.INT32
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

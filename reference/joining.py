@@ -26,12 +26,10 @@ class Contents:
     Attributes:
         positions: int32 (n,) ascending, relative to the piece's base; None when all its elements travel.
         bits: integer view (n,) of the values, in the value form that the group names for the piece.
-        old: the same of the values before, where they are known; else None.
     """
 
     positions: Tensor | None
     bits: Tensor
-    old: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ class Joined:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of positions and values."""
-        tensors = (each for one in self.contents for each in (one.positions, one.bits, one.old))
+        tensors = (each for one in self.contents for each in (one.positions, one.bits))
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def cut(self, spec: RangeSpec) -> Range:

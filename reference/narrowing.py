@@ -72,12 +72,7 @@ def _run_by_run(
     """Each run is a view; the shift of a run is the same for all its elements."""
     windows = [slice(low, high) for low, high in zip(lows, highs, strict=True)]
     moved = [positions[at] + shift for at, shift in zip(windows, shifts, strict=True)]
-    old = one.old
-    return Contents(
-        _cat(moved),
-        _cat([one.bits[at] for at in windows]),
-        None if old is None else _cat([old[at] for at in windows]),
-    )
+    return Contents(_cat(moved), _cat([one.bits[at] for at in windows]))
 
 
 def _dense(one: Contents, cut: Cut, piece: Piece) -> Contents:
@@ -85,21 +80,18 @@ def _dense(one: Contents, cut: Cut, piece: Piece) -> Contents:
     width = cut.full_width
     if piece.base % width or piece.count % width:
         held, _ = cut.place(torch.arange(piece.base, piece.base + piece.count))
-        return Contents(None, one.bits[held], None if one.old is None else one.old[held])
+        return Contents(None, one.bits[held])
     first, last = piece.base // width, (piece.base + piece.count) // width
     low, high = torch.searchsorted(cut.rows, torch.tensor([first, last])).tolist()
     rows, columns = cut.rows[low:high] - first, slice(cut.column, cut.column + cut.width)
-
-    def read(bits: Tensor) -> Tensor:
-        if rows.numel() and int(rows[-1]) - int(rows[0]) + 1 == rows.numel():
-            return bits.view(-1, width)[int(rows[0]) : int(rows[-1]) + 1, columns].reshape(-1)
-        return bits.view(-1, width)[:, columns].index_select(0, rows).reshape(-1)
-
-    return Contents(None, read(one.bits), None if one.old is None else read(one.old))
+    lines = one.bits.view(-1, width)
+    if rows.numel() and int(rows[-1]) - int(rows[0]) + 1 == rows.numel():
+        return Contents(None, lines[int(rows[0]) : int(rows[-1]) + 1, columns].reshape(-1))
+    return Contents(None, lines[:, columns].index_select(0, rows).reshape(-1))
 
 
 def _taken(one: Contents, index: Tensor, positions: Tensor) -> Contents:
-    return Contents(positions, one.bits[index], None if one.old is None else one.old[index])
+    return Contents(positions, one.bits[index])
 
 
 def _cat(several: list[Tensor]) -> Tensor:

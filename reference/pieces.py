@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from torch import Tensor
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.rowmap import RowMap, rows_and_width
+
+Feeds: TypeAlias = Mapping[int, list[tuple[RowMap, int]]]
+"""Number of a checkpoint tensor -> the maps that tell something of it, each with the tensor's output there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,15 @@ class OwnedRows:
     def place(self, piece: Tensor, bits: Tensor) -> None:
         """Write what ``read`` gave on its rank into the flat integer view of the whole piece."""
         piece.view(-1, self.full_width)[self.rows, self.column : self.column + self.width] = bits
+
+
+def feeds_of(maps: Iterable[RowMap]) -> Feeds:
+    """What one rank's maps tell: no tensor of which that is nothing."""
+    feeds: dict[int, list[tuple[RowMap, int]]] = {}
+    for one in maps:
+        for output in one.tables.owned_outputs:
+            feeds.setdefault(one.outputs[output], []).append((one, output))
+    return feeds
 
 
 def cut_pieces(number: int, meta: ParamMeta, limit: int) -> list[Piece]:

@@ -24,7 +24,7 @@ from weightsync.reference.encoding import POSITION_BYTES, Encoding, padded
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.holdings import fingerprint
 from weightsync.reference.params import ParamMeta
-from weightsync.reference.pieces import OwnedRows, Piece, cut_pieces, owned_rows, told
+from weightsync.reference.pieces import Feeds, OwnedRows, Piece, cut_pieces, feeds_of, owned_rows, told
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.wire.forms import Form, Packing
 from weightsync.reference.wire.policy import PLAIN_WIRE, WirePolicy
@@ -216,16 +216,9 @@ class TransferPlan:
         return [self.tensors[piece.tensor].itemsize for piece in self.pieces]
 
     @cached_property
-    def _feeds(self) -> tuple[dict[int, list[tuple[RowMap, int]]], ...]:
-        """Per rank and tensor that it tells something of: the maps that do, each with the tensor's output there."""
-        found = []
-        for maps in self.maps:
-            feeds: dict[int, list[tuple[RowMap, int]]] = {}
-            for one in maps:
-                for output in one.tables.owned_outputs:
-                    feeds.setdefault(one.outputs[output], []).append((one, output))
-            found.append(feeds)
-        return tuple(found)
+    def _feeds(self) -> tuple[Feeds, ...]:
+        """Per rank, what its maps tell."""
+        return tuple(map(feeds_of, self.maps))
 
     def _check_told(self) -> None:
         """Tensors that are told by the same tables are checked once."""

@@ -17,10 +17,11 @@ from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.joining import Joined, join_parts
 from weightsync.reference.narrowing import narrow
 from weightsync.reference.parts import part_jobs
+from weightsync.reference.pieces import Feeds, feeds_of
 from weightsync.reference.plan import GatherGroup, TransferPlan
 from weightsync.reference.routes import Route
 from weightsync.reference.rowmap import RowMap
-from weightsync.reference.squash import Feeds, Trail, squash
+from weightsync.reference.squash import Trail, squash
 from weightsync.reference.steps import Step, Touched
 from weightsync.reference.wire.streams import Zstd
 
@@ -208,12 +209,8 @@ class Source:
 
     @cached_property
     def _feeds(self) -> Feeds:
-        """Per checkpoint tensor that the rank tells something of, the maps that do."""
-        feeds: dict[int, list[tuple[RowMap, int]]] = {}
-        for one in self._maps:
-            for output in one.tables.owned_outputs:
-                feeds.setdefault(one.outputs[output], []).append((one, output))
-        return feeds
+        """What the baseline's maps tell."""
+        return feeds_of(self._maps)
 
 
 def _check_param(row_map: RowMap, params: Mapping[str, Tensor]) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from weightsync.reference.changes import Patch
 from weightsync.reference.params import int_view
+from weightsync.reference.pieces import Feeds
 from weightsync.reference.plan import TransferPlan
-from weightsync.reference.rowmap import RowMap
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,10 +32,6 @@ class Trail:
     def nbytes(self) -> int:
         """Bytes it holds."""
         return sum(one.nbytes for one in self.positions.values())
-
-
-Feeds: TypeAlias = Mapping[int, Sequence[tuple[RowMap, int]]]
-"""Number of a checkpoint tensor -> the maps that tell something of it, each with the tensor's output there."""
 
 
 def squash(

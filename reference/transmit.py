@@ -231,9 +231,8 @@ async def transmit(trainer: Trainer, job: Job, deadline_ns: int) -> None:
 async def _buckets(trainer: Trainer, job: Job, stream: Stream, heading: Heading, deadline_ns: int) -> None:
     """Gather every group of one stream, and send each lane its buckets of it, noting what was sent."""
     trainers = trainer.group("trainer", trainer.ranks)
-    delta = (
-        stream.delta if stream.delta is not None else job.step
-    )  # whose counts play no part in a full update
+    # A full update needs no counts; the step's stand in for them.
+    delta = stream.delta or job.step
     changes = None if stream.delta is None else stream.delta.changes
     counts = None if stream.delta is None else delta.counts
     for rows in trainer.plan.groups(counts, absolute=stream.base in job.squashed):

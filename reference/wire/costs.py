@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weightsync.reference.encoding import padded
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.wire.forms import Form, Packing, Positions, Values
 from weightsync.reference.wire.sections import fixed_bytes
@@ -97,11 +96,6 @@ def costs(form: Form, count: int, numel: int, itemsize: int, rates: Rates) -> Co
         rates.section_ns / 2 + elements * _between(curve.decode_ns, share, low) * wider,
         nbytes,
     )
-
-
-def estimated_bytes(form: Form, count: int, numel: int, itemsize: int, rates: Rates) -> int:
-    """Estimated bytes of a section, padded; what plans and simulated payloads of no content use."""
-    return padded(costs(form, count, numel, itemsize, rates).nbytes)
 
 
 def _further_bytes(form: Form, itemsize: int) -> int:

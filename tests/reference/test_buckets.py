@@ -32,9 +32,10 @@ from weightsync.reference.buckets import (
     seal,
     unpack,
 )
-from weightsync.reference.encoding import Encoding, as_bytes, cheapest, element_bytes, from_bytes
+from weightsync.reference.encoding import Encoding, as_bytes, element_bytes, from_bytes
 from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.params import ParamMeta, int_view
+from weightsync.reference.wire.policy import PLAIN_WIRE
 from weightsync.testing.strategies import DTYPES, tensors
 
 HEADING = Heading(DELTA, epoch=3, base=6, version=7, sequence=2)
@@ -231,13 +232,15 @@ def test_the_cheapest_encoding_has_the_fewest_bytes(numel: int, itemsize: int, d
     count = data.draw(st.integers(0, numel))
     dense = numel * element_bytes(Encoding.DENSE, itemsize)
     sparse = count * element_bytes(Encoding.INT32, itemsize)
-    chosen = {Encoding.DENSE: dense, Encoding.INT32: sparse}[cheapest(count, numel, itemsize)]
+    chosen = {Encoding.DENSE: dense, Encoding.INT32: sparse}[
+        PLAIN_WIRE.form(count, numel, itemsize).positions
+    ]
     assert chosen == min(dense, sparse)
 
 
 def test_bf16_turns_dense_at_one_third() -> None:
-    assert cheapest(332, 999, 2) is Encoding.INT32
-    assert cheapest(333, 999, 2) is Encoding.DENSE
+    assert PLAIN_WIRE.form(332, 999, 2).positions is Encoding.INT32
+    assert PLAIN_WIRE.form(333, 999, 2).positions is Encoding.DENSE
 
 
 @given(tensor=tensors(strided=True))

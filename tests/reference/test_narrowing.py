@@ -55,8 +55,7 @@ def test_narrowing_by_searches_is_narrowing_element_by_element(
     assert window == Piece(0, held.index(mine[0]) if mine else window.base, len(mine))
     chosen = sorted(data.draw(st.sets(st.integers(0, piece.count - 1))))
     bits = torch.arange(len(chosen), dtype=torch.int16)
-    old = bits + 1000 if data.draw(st.booleans()) else None
-    one = Contents(torch.tensor(chosen, dtype=torch.int32), bits, old)
+    one = Contents(torch.tensor(chosen, dtype=torch.int32), bits)
     fast, plain = sparse(one, cut, piece, window), plainly(one, cut, piece, window)
     expected = [held.index(at + base) - window.base for at in chosen if at + base in set(mine)]
     values = [number for number, at in enumerate(chosen) if at + base in set(mine)]
@@ -66,9 +65,6 @@ def test_narrowing_by_searches_is_narrowing_element_by_element(
         assert found.positions.tolist() == expected
         assert found.bits.dtype == torch.int16
         assert found.bits.tolist() == values
-        assert (found.old is None) == (old is None)
-        if found.old is not None:
-            assert found.old.tolist() == [value + 1000 for value in values]
 
 
 @given(drawn=cuts(), data=st.data())
@@ -82,12 +78,10 @@ def test_a_dense_piece_gives_its_held_elements_in_order(drawn: tuple[Cut, int], 
         count = data.draw(st.integers(1, rows - first))
         piece = Piece(0, first * cut.full_width, count * cut.full_width)
     whole: Tensor = torch.arange(piece.base, piece.base + piece.count, dtype=torch.int32)
-    found = _dense(Contents(None, whole, whole + 1), cut, piece)
+    found = _dense(Contents(None, whole), cut, piece)
     mine = [place for place in places(cut) if piece.base <= place < piece.base + piece.count]
     assert found.positions is None
     assert found.bits.tolist() == mine
-    assert found.old is not None
-    assert found.old.tolist() == [place + 1 for place in mine]
 
 
 def test_the_last_position_that_fits_int32_is_kept() -> None:
