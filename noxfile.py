@@ -1,8 +1,8 @@
 """Every check of this project, as nox sessions.
 
-By default: lint, types, tests, examples, dist. On request (``nox -s NAME``): matrix, faults, real,
-minimums, nightly, bench. Whatever runs our code runs the installed wheel, which is built from the sdist, so that a file
-missing from either is noticed.
+By default: lint, types, tests, examples, dist. On request (``nox -s NAME``): matrix, faults, sweeps,
+fuzz, real, minimums, nightly, bench. Whatever runs our code runs the installed wheel, which is built
+from the sdist, so that a file missing from either is noticed.
 """
 
 from __future__ import annotations
@@ -131,6 +131,20 @@ def matrix(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """Kill, stall and fail at every await, in the environment of ``tests``; arguments go to pytest."""
     session.notify("tests", ["-q", "-n", "0", "tests/faults", *session.posargs])
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Run 10,000 seeded plans of faults over every option under test; arguments go to ``weightsync fuzz``."""
+    install_wheel(session)
+    arguments = session.posargs or ["--seeds", "10000", "--workers", "2"]
+    session.run("weightsync", "fuzz", *arguments, env=ONE_THREAD)
+
+
+@nox.session(python=False)
+def sweeps(session: nox.Session) -> None:
+    """Faults at every await under further options and of background pushes; arguments go to pytest."""
+    session.notify("tests", ["-q", "-n", "0", "tests/sweeps", *session.posargs])
 
 
 @nox.session

@@ -145,6 +145,10 @@ def verify_command(source: Where, as_json: Json = False) -> None:
                 for version, index in there.indexes.items():
                     rows.append((f"version {version} ({index.kind})", _fault(store, index, told)))
             rows += [(f"version {version}", why) for version, why in there.damaged.items()]
+            if not rows:
+                raise PatchMismatch(
+                    f"{source!r} holds no version, expected at least one; name the folder they are in"
+                )
         if as_json:
             print(json.dumps([{"what": what, "fault": fault or None} for what, fault in rows], indent=1))
         else:

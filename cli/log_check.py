@@ -17,7 +17,7 @@ UPDATE = {"version", "reason", "kind", "members", "full", "squashed", "gone", "r
 OWN = {"digest", "exposed_ns"}
 """Keys of an update's line that its row in ``result.json`` has under another name, or measured around more."""
 
-UNTOLD = {"digests", "tensors", "total_ns", "exposed_ns", "paused_ns"}
+UNTOLD = {"forms", "digests", "tensors", "total_ns", "exposed_ns", "paused_ns"}
 """Keys of an update in ``result.json`` that no line tells, or not as measured there."""
 
 EVENTS: Mapping[str, tuple[str, set[str]]] = {

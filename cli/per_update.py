@@ -59,8 +59,8 @@ def forms_sent(outcome: Outcome, plan: TransferPlan) -> dict[str, dict[str, int 
     for group in plan.groups(outcome.counts):
         for number, form in zip(group.pieces, group.forms, strict=True):
             meta = plan.tensors[plan.pieces[number].tensor]
-            dense = form.positions is Positions.DENSE or outcome.counts is None
-            count = meta.numel if dense else outcome.counts[number]
+            counts = None if form.positions is Positions.DENSE else outcome.counts
+            count = meta.numel if counts is None else counts[number]
             row = found.setdefault(form.name, {"tensors": 0, "elements": 0, "likely_bytes": 0})
             row["tensors"] += 1
             row["elements"] += count

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from weightsync.reference.detect import Differing
-from weightsync.reference.digest import combine, digest_sum, key
+from weightsync.reference.digest import combine, digest_mixed, digest_sum, key
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.pieces import Piece
 from weightsync.reference.plan import TransferPlan
 from weightsync.reference.rowmap import RowMap
 from weightsync.reference.rowtables import by_output
+
+_SMALL = 512  # elements of a change that is hashed with others
+_TOGETHER = 64  # changes hashed at a time
 
 Patch: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Positions, new bits and old bits of a piece; see ``Changes.patches``."""
@@ -84,6 +87,14 @@ def collect(row_map: RowMap, differing: Differing, found: Found) -> None:
     """Add, per checkpoint tensor, flat positions, new bits and old bits of what differs and is owned."""
     if differing.positions.numel() == 0:
         return
+    whole_rows = row_map.tables.side_by_side
+    if whole_rows is not None and row_map.width == row_map.full_widths[whole_rows[0]]:
+        index, first = whole_rows
+        flat = differing.positions.to(torch.int64)
+        if first:
+            flat += first * row_map.width
+        found.setdefault(row_map.outputs[index], []).append((flat, differing.new, differing.old))
+        return
     output, flat = row_map.to_checkpoint(differing.positions)
     for index, chosen in by_output(output, len(row_map.outputs)):
         every = len(chosen) == len(flat)
@@ -96,14 +107,7 @@ def in_pieces(plan: TransferPlan, slot: int, base: int, found: Found) -> Changes
     """What was found, per piece of the plan, and what it does to the digest."""
     counts = [0] * len(plan.pieces)
     patches: dict[int, Patch] = {}
-    shifts: list[int] | None = []
     merged = {tensor: _merge(several) for tensor, several in found.items()}
-    for tensor, (flat, new, old) in merged.items():
-        if old is None:
-            shifts = None
-        elif shifts is not None:
-            tensor_key = key(plan.tensors[tensor])
-            shifts += [digest_sum(tensor_key, flat, new), -digest_sum(tensor_key, flat, old)]
     for number, piece in enumerate(plan.pieces):
         if piece.tensor in merged:
             flat, new, old = merged[piece.tensor]
@@ -115,7 +119,29 @@ def in_pieces(plan: TransferPlan, slot: int, base: int, found: Found) -> Changes
                     positions.to(torch.int32), new[low:high], None if old is None else old[low:high]
                 )  # fmt: skip
     nbytes = sum(positions.nbytes + bits.nbytes for positions, bits, _ in patches.values())
-    return Changes(slot, base, tuple(counts), patches, nbytes, None if shifts is None else combine(shifts))
+    return Changes(slot, base, tuple(counts), patches, nbytes, _digest_change(plan.tensors, merged))
+
+
+def _digest_change(metas: Sequence[ParamMeta], merged: Mapping[int, Told]) -> int | None:
+    """What the digest changes by; None where old bits are missing. Small changes are hashed many tensors at a time."""
+    shifts: list[int] = []
+    small: dict[int, list[tuple[int, Tensor, Tensor, Tensor]]] = {}
+    for tensor, (flat, new, old) in merged.items():
+        if old is None:
+            return None
+        tensor_key = key(metas[tensor])
+        if flat.numel() > _SMALL or flat.device.type != "cpu":
+            shifts += [digest_sum(tensor_key, flat, new), -digest_sum(tensor_key, flat, old)]
+        else:
+            small.setdefault(new.itemsize, []).append((tensor_key, flat, new, old))
+    for alike in small.values():
+        for start in range(0, len(alike), _TOGETHER):
+            keys, flats, news, olds = zip(*alike[start : start + _TOGETHER], strict=True)
+            sizes, flat = [one.numel() for one in flats], torch.cat(flats)
+            shifts += [
+                digest_mixed(keys, sizes, flat, torch.cat(news)), -digest_mixed(keys, sizes, flat, torch.cat(olds))
+            ]  # fmt: skip
+    return combine(shifts)
 
 
 def _merge(several: Sequence[Told]) -> Told:

@@ -213,8 +213,8 @@ class Block:
         self.lanes = 8 // dtype.itemsize
         self.dense = False
         spare = size // 8 + 8
-        self._mask = np.ones(size + spare, np.bool_)
-        self._groups = np.ones(size // 8 + spare, np.bool_)
+        self._mask = np.empty(size + spare, np.bool_)
+        self._groups = np.empty(size // 8 + spare, np.bool_)
 
     def positions(self, a: Integers, b: Integers) -> Iterator[Integers]:
         """Positions at which two flat blocks differ, ascending, int64, in one run or several."""
@@ -226,8 +226,8 @@ class Block:
             self.dense = count > _DENSE * a.size
             return
         mask = self._mask[: a.size]
-        self._mask[a.size :] = True
         np.not_equal(a, b, out=mask)
+        self._mask[a.size :] = True
         count = int(np.count_nonzero(mask))
         self.dense = count > _DENSE * a.size
         if a.size % 8 or count > _CROWDED * a.size:
@@ -251,11 +251,11 @@ class Block:
         """Find the groups of eight elements with a change among them, then look into those."""
         groups = self._groups[: mask.size]
         np.not_equal(mask, 0, out=groups)
+        self._groups[mask.size :] = True
         where = _nonzero(self._groups, mask.size)
         for cut in range(0, where.size, _REFINED):
             at = where[cut : cut + _REFINED]
             yield _spread(at, mask.take(at).view(np.bool_), 8)
-        self._groups[: mask.size] = True
 
 
 def _spread(at: Integers, flags: Integers, lanes: int) -> Integers:

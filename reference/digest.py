@@ -85,6 +85,23 @@ def digest_sum(tensor_key: int, positions: Tensor, bits: Tensor) -> int:
     return digest_rows(tensor_key, bits.reshape(-1, 1), positions)
 
 
+def digest_mixed(tensor_keys: Sequence[int], sizes: Sequence[int], positions: Tensor, bits: Tensor) -> int:
+    """As ``digest_sum``, of the elements of several tensors one after the other, on the host, in one go.
+
+    Args:
+        tensor_keys: what ``key`` answered for each tensor.
+        sizes: how many of the elements are each tensor's.
+        positions: int64 flat positions (n,), each in its own tensor.
+        bits: integer view (n,) of the elements, of one itemsize.
+    """
+    keys = np.repeat(np.array(tensor_keys, dtype=np.int64).view(np.uint64), sizes)
+    hashed = _unsigned(bits.numpy()).astype(np.uint64)
+    hashed *= np.uint64(BITS)
+    hashed += _spread(positions.numpy())
+    hashed += keys
+    return wrap(int(_finalise(hashed).sum(dtype=np.uint64)))
+
+
 def digest_rows(tensor_key: int, bits: Tensor, bases: Tensor, rows: Tensor | None = None) -> int:
     """Signed int64 sum of the hashes of rows whose elements lie side by side in the checkpoint tensor.
 

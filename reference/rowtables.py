@@ -38,6 +38,14 @@ class RowTables:
         return self.row * torch.tensor(self.full_widths)[self.tensor.long()] + self.column
 
     @cached_property
+    def side_by_side(self) -> tuple[int, int] | None:
+        """The one output of a map all of whose rows are told and follow each other, and the first row; else None."""
+        told, row = self.told, self.row
+        if not len(row) or int(told[0]) < 0 or not bool((told == told[0]).all()):
+            return None
+        return (int(told[0]), int(row[0])) if bool((row[1:] == row[:-1] + 1).all()) else None
+
+    @cached_property
     def held_rows(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """Per output, the local rows (k,) int64 that feed it and their checkpoint rows, sorted by the latter."""
         return self._by_output(self.tensor)

@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from weightsync.reference.protocol import ProtocolSettings
-from weightsync.testing.faults import tiny_deployment
 from weightsync.testing.scenario import RunResult, run_scenario
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.worlds import SimRanks
 
 RECEIVE = pytest.mark.parametrize("receive", ["stage", "stream"])
 ELSEWHERE = """
-from weightsync.testing.faults import tiny_deployment
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.scenario import run_scenario
 print(run_scenario("sim", tiny_deployment()).trace.spans)
 """

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 
 from weightsync.reference.baselines import DirtyBaseline
 from weightsync.reference.dirty import Marks
-from weightsync.testing.fuzz import Case, Protocol, awaits, fuzz, seeded_cases
+from weightsync.testing.fuzz import Case, Protocol, fuzz, seeded_cases
 
 SEEDS = 30
 
 
 def cases(baseline: str) -> list[Case]:
-    counts = awaits(baseline=baseline)
-    return [replace(case, baseline=baseline) for case in seeded_cases(range(SEEDS), counts)]
+    variants = [{"receive": receive, "baseline": baseline} for receive in ("stage", "stream")]
+    return list(seeded_cases(range(SEEDS), variants))
 
 
 @pytest.mark.parametrize("baseline", ["shards", "dirty"])

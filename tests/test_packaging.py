@@ -88,7 +88,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     core = {line.split(">")[0] for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert core == {"torch", "numpy", "safetensors", "simpy", "xxhash", "zstandard"}
-    assert set(metadata.get_all("Provides-Extra", [])) == {"cli", "testing", "npu"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"cli", "fsspec", "npu", "testing"}
 
 
 def test_wheel_declares_the_command_and_the_pytest_plugin(wheel: zipfile.ZipFile) -> None:

@@ -132,8 +132,8 @@ class FieldReader(CheckpointReader):
                 raise PatchMismatch(f"version {chain[1].version} is based on {chain[0].version}")
         if chain[0].encoding is not None and chain[0].base != version:
             raise StaleVersion(
-                f"version {chain[0].version} is based on {chain[0].base}, the checkpoint holds {version}; a full "
-                "version is needed"
+                f"version {chain[0].version} is based on {chain[0].base}, the checkpoint holds {version}; "
+                "a full version is needed"
             )
         return chain
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
+from fsspec.spec import AbstractBufferedFile
 
 from weightsync.backends.disk.files import Bytes, at_most
 from weightsync.backends.disk.leases import Clock
@@ -22,6 +23,7 @@ from weightsync.reference.errors import PatchMismatch
 PART_BYTES = 16 << 20
 """Size of one part of a multipart upload: what an upload holds in memory."""
 LOCK_NS = 3_600_000_000_000
+_TMP = ".tmp"
 
 
 class ObjectStore:
@@ -50,7 +52,12 @@ class ObjectStore:
         path = self._path(name)
         if exclusive:
             return self._create(path, b"".join(bytes(chunk) for chunk in chunks))
-        file = self.fs.open(path, "wb", block_size=self._part_bytes)
+        file, draft = self.fs.open(path + _TMP, "wb", block_size=self._part_bytes), path + _TMP
+        if isinstance(
+            file, AbstractBufferedFile
+        ):  # such an object appears when it is closed, so it needs no draft
+            _give_up(file)
+            file, draft = self.fs.open(path, "wb", block_size=self._part_bytes), path
         done = 0
         try:
             for chunk in chunks:
@@ -61,6 +68,8 @@ class ObjectStore:
             _give_up(file)
             raise
         file.close()
+        if draft != path:
+            self.fs.mv(draft, path)
         self.fs.invalidate_cache()
         return done
 
@@ -97,7 +106,7 @@ class ObjectStore:
         names = []
         for entry in found:
             name = entry["name"].rstrip("/").rpartition("/")[2]
-            if entry["name"].rstrip("/").lstrip("/") != path.lstrip("/"):
+            if entry["name"].rstrip("/").lstrip("/") != path.lstrip("/") and not name.endswith(_TMP):
                 names.append(name + "/" if entry["type"] == "directory" else name)
         return sorted(names)
 

@@ -61,7 +61,6 @@ class LocalStore:
 
     def __init__(self, files: Files | Path | str) -> None:
         self.files: Files = LocalFiles(files) if isinstance(files, str | os.PathLike) else files
-        self.files.make_folder("")
 
     def put(self, name: str, chunks: Iterable[Bytes], exclusive: bool = False) -> int:
         """See ``Store``. ``exclusive`` rests on the lock that the caller holds."""
@@ -115,6 +114,7 @@ class LocalStore:
 
     def _make(self, folder: str) -> None:
         """The folder and its parents, their names durable."""
+        self.files.make_folder("")
         above = ""
         for part in folder.split("/") if folder else ():
             inner = f"{above}/{part}" if above else part

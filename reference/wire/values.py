@@ -134,7 +134,8 @@ def read_values(reader: StreamReader, form: Values, count: int, itemsize: int, s
     signed = found.view(_SIGNED[itemsize])
     # 1 - 2 * negative is the sign, in the item's own wrap-around arithmetic.
     signs = np.subtract(1, negative.astype(_SIGNED[itemsize]) << 1, dtype=_SIGNED[itemsize])
-    return np.multiply(signed, signs).view(unsigned)
+    moved: Integers = np.multiply(signed, signs).view(unsigned)
+    return moved
 
 
 def _pack(flags: Integers) -> Bytes:

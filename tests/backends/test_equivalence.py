@@ -21,9 +21,9 @@ from weightsync.reference.model import ModelShape
 from weightsync.reference.parallel import TrainerLayout
 from weightsync.reference.params import int_view
 from weightsync.reference.protocol import ProtocolSettings
-from weightsync.testing.faults import tiny_deployment
 from weightsync.testing.scenario import RunResult, run_scenario
 from weightsync.testing.strategies import deployments
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.worlds import world_names, world_of
 
 UNTIED = ModelShape(

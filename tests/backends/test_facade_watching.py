@@ -86,8 +86,8 @@ def test_an_update_that_ends_with_an_error_is_told_and_the_error_comes_first() -
 
 def test_two_callbacks_are_refused() -> None:
     class Told(Trainer):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.on_update = print
 
         async def update(self) -> Outcome:

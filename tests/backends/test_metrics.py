@@ -11,8 +11,8 @@ from weightsync.reference.errors import PeerLost
 from weightsync.reference.metrics import UpdateMetrics
 from weightsync.reference.protocol import Outcome
 from weightsync.reference.trainer import Trainer
-from weightsync.testing.faults import tiny_deployment
 from weightsync.testing.scenario import RunResult, run_scenario
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.worlds import world_names
 
 BACKENDS = pytest.mark.parametrize("backend", world_names())
@@ -26,8 +26,8 @@ def telling(kind: type[Trainer] = Trainer) -> tuple[type[Trainer], Told, Inside]
     inside: Inside = {}
 
     class Telling(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.on_update = told.setdefault(str(self.verbs.me), []).append
 
         async def update(self) -> Outcome:

@@ -20,9 +20,10 @@ from weightsync.reference.rollout import Rollout
 from weightsync.reference.status import RankStatus, TrainerStatus
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.faults import Fault
-from weightsync.testing.faults import FaultRun, tiny_deployment
+from weightsync.testing.faults import FaultRun
 from weightsync.testing.inprocess_run import InprocessRun, WholeTensors
 from weightsync.testing.scenario import run_scenario
+from weightsync.testing.tiny import tiny_deployment
 from weightsync.testing.worlds import world_names, world_of
 
 BACKENDS = pytest.mark.parametrize("backend", world_names())
@@ -136,8 +137,8 @@ def disclosed(
     heard: list[TrainerStatus] = []
 
     class Checked(rollout):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             disclose = self.verbs.control._disclose
             self.verbs.disclose(lambda: self.check(RankStatus(**disclose())).to_dict())
 
@@ -189,16 +190,16 @@ def test_whatever_fails_a_status_is_true_when_it_is_said(planted: list[Fault], k
 class SaysClean(Rollout):
     """Never admits that it is dirty."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.verbs.disclose(lambda: RankStatus.of(self).to_dict() | {"dirty": None, "version": self.highest})
 
 
 class SaysItIsPaused(Rollout):
     """Says that it is paused while it generates."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.verbs.disclose(
             lambda: RankStatus.of(self).to_dict() | {"generating": False if self.leader else None}
         )
@@ -258,8 +259,8 @@ def test_a_lost_rollout_is_said_to_be_gone_and_why_and_the_other_is_clean(rank: 
 
 def test_a_rank_that_does_not_answer_is_silent_by_the_deadline() -> None:
     class Deaf(Rollout):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             if not self.leader:
                 self.verbs.control.reply = self.drop  # type: ignore[method-assign]
 

@@ -58,6 +58,6 @@ def test_a_table_in_another_order_than_the_bytes_is_refused() -> None:
     table = payload[: 3 * TABLE_ENTRY_BYTES].view(3, TABLE_ENTRY_BYTES)
     table[:, :4] = table[[0, 2, 1], :4]
     with pytest.raises(
-        PatchMismatch, match=r"'b' announces 4 bytes for 2 elements of torch\.float32 as DENSE"
+        PatchMismatch, match=r"'b' announces 4 bytes for 2 elements of torch\.float32 as dense\+raw"
     ):
         unpack(seal(bucket.header.heading, 3, payload), METAS)

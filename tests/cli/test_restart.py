@@ -137,8 +137,8 @@ while desk.hear()["again"]:
 class Broken(Processes):
     """Rollout 1 cannot start; its rank 1 hangs beside a rank 0 that fails, and the lead waits for its fate."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.started: list[tuple[str, subprocess.Popen[str]]] = []
 
     def _start_all(self, ranks: Sequence[RankId]) -> None:

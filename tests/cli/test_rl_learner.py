@@ -116,7 +116,7 @@ def test_a_step_makes_what_was_rewarded_likelier(learner: Learner) -> None:
     def logprobs() -> torch.Tensor:
         with torch.no_grad():
             leaves = {name: param.detach().float() for name, param in learner.params.items()}
-            return learner._judged(leaves, QUESTIONS, answers)[0].sum(1)
+            return learner._judged(leaves, QUESTIONS, answers, slice(None))[0].sum(1)
 
     before = logprobs()
     told = [learner.learn(step, QUESTIONS, answers) for step in range(1, 6)]
@@ -148,7 +148,7 @@ def test_the_entropy_bonus_spreads_the_policy_and_falls_with_the_step_size(tmp_p
 def test_the_mismatch_is_the_largest_difference_of_any_token(learner: Learner) -> None:
     answers = said("21", "30", "33", "11", "22", "03")
     leaves = {name: param.detach().float() for name, param in learner.params.items()}
-    own = learner._judged(leaves, QUESTIONS, answers)[0].detach()
+    own = learner._judged(leaves, QUESTIONS, answers, slice(None))[0].detach()
     off = own.clone()
     off[4, 1] -= 0.75
     assert learner.learn(1, QUESTIONS, Samples(0, answers.tokens, off, 0))["mismatch"] == pytest.approx(0.75)

@@ -17,15 +17,15 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # moto's and botocore's own
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     running.start()
     host, port = running.get_host_and_port()
     options: dict[str, Any] = {"endpoint_url": f"http://{host}:{port}"}
-    fsspec.filesystem("s3", **options).mkdir("weights")
-    yield ObjectStore("s3://weights/run", options, part_bytes=5 << 20)
+    fsspec.filesystem("s3", **options).makedirs("weights", exist_ok=True)
+    yield ObjectStore(f"s3://weights/{request.node.name}", options, part_bytes=5 << 20)
     running.stop()
 
 

@@ -22,7 +22,7 @@ from weightsync.sim.costs import cost_ns
 from weightsync.sim.hardware import load_profile
 from weightsync.sim.ledger import Ledger, Race
 from weightsync.sim.world import SimWorld
-from weightsync.testing.faults import tiny_deployment
+from weightsync.testing.tiny import tiny_deployment
 
 T = TypeVar("T")
 RANK = RankId("trainer", 0, 0)

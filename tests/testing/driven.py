@@ -256,13 +256,15 @@ class DrivenRun:
         told = self._record if rank == self.deployment.trainers[0] else None
         return kind(
             self._verbs(rank, source), self.deployment.plan, self.deployment.trainers, self.deployment.rollouts,
-            self.settings, told,
+            self.settings, told, routes=self.deployment.routes(self.settings.route),
         )  # fmt: skip
 
     def _make_rollout(self, ref: RolloutRef, rank: RankId) -> Rollout:
         deployment = self.deployment
         blank, maps = deployment.blank(rank), deployment.rollout_maps(rank)
-        self.targets[rank] = Target(deployment.tensors, maps, blank, deployment.aliases(rank))
+        self.targets[rank] = Target(
+            deployment.tensors, maps, blank, deployment.aliases(rank), self.settings.route
+        )
         engine = None
         if rank == ref.leader:
             engine = SimEngine(self.cluster, ref.ranks, lambda: self.broken.extend(self.torn(ref)))

@@ -26,13 +26,14 @@ from weightsync.sim.world import SimWorld
 from weightsync.testing.history import History
 from weightsync.testing.promises import Promises, Report
 from weightsync.testing.tiny import (
+    DENSITY,
     LIMIT_NS,
     MS,
     QUIET_NS,
     SETTINGS,
     STALL_NS,
+    deployment_for,
     memo,
-    tiny_deployment,
     tiny_shards,
 )
 
@@ -77,6 +78,7 @@ class FaultRun:
         seed: of the weights.
         settings: of the protocol.
         detect_ns: how long after a kill its data groups break.
+        density: share of the elements that a step changes; see ``tiny.tiny_shards``.
         source, target: what moves the bytes of each side; a wrong one is a subclass.
         verbs: changes each rank's verbs before it runs; how a test plants a wrong backend.
         baseline: what the trainer tells changes by; see ``reference.baselines``.
@@ -92,13 +94,14 @@ class FaultRun:
         seed: int = 0,
         settings: ProtocolSettings = SETTINGS,
         detect_ns: int = 0,
+        density: float = DENSITY,
         source: type[Source] = Source,
         target: type[Target] = Target,
         verbs: Callable[[SimVerbs], None] | None = None,
         baseline: str = "whole",
     ) -> None:
         self.baseline = baseline
-        self.deployment = tiny_deployment()
+        self.deployment = deployment_for(density)
         self.history = History(self.deployment, memo())
         self.step = 0
         self.plan = FaultPlan(tuple(faults))
@@ -113,6 +116,7 @@ class FaultRun:
         self.hooks: dict[str, FaultHooks] = {}
         self.tasks: dict[str, SimTask] = {}
         self.kind = rollout
+        self.density = density
         self.bytes = source, target
         self.restarted: list[Restart] = []
         self.engines: dict[int, SimEngine] = {}
@@ -124,7 +128,7 @@ class FaultRun:
         self.times = self.promises.times
         self.params = [
             {name: torch.nn.Parameter(p.detach().clone(), requires_grad=False) for name, p in shards.items()}
-            for shards in tiny_shards(seed, 0)
+            for shards in tiny_shards(seed, 0, density)
         ]
         for number, params in enumerate(self.params):
             for name, parameter in params.items():
@@ -215,7 +219,7 @@ class FaultRun:
             self.tasks[str(rank)] = self.cluster.clocks[str(rank)].spawn(self.rollouts[rank].run(), "main")
 
     def _on_version(self, version: int, slot: int) -> None:
-        self.history.record(version, self.params, key=(self.seed, self.step))
+        self.history.record(version, self.params, key=(self.seed, self.step, self.density))
 
     # ---- driving ---------------------------------------------------------------------------------------------
 
@@ -239,7 +243,7 @@ class FaultRun:
         self.step = step
         interval = ledger.begin(name, "optimizer", Touched(0, writes=("live",)), self.world.now_ns())
         for (key, parameter), new in zip(
-            self.params[rank].items(), tiny_shards(self.seed, step)[rank].values(), strict=True
+            self.params[rank].items(), tiny_shards(self.seed, step, self.density)[rank].values(), strict=True
         ):
             if self.dirty:
                 self.dirty[rank].mark(key, new, parameter)

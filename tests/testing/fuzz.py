@@ -16,7 +16,7 @@ from weightsync.sim.faults import AnyFault, drawn, exhaustive, returning
 from weightsync.testing.faults import FaultRun
 from weightsync.testing.promises import Report
 from weightsync.testing.sweep import Failure, sweep
-from weightsync.testing.tiny import MS, SETTINGS
+from weightsync.testing.tiny import DENSITY, MS, SETTINGS
 
 
 class Protocol(NamedTuple):
@@ -39,6 +39,7 @@ class Case:
         receive: ``stage`` or ``stream``.
         detect_ms: how long after a kill its data groups break.
         route: ``all`` or ``owned``.
+        density: share of the elements that a step changes.
         baseline: what the trainer tells changes by.
     """
 
@@ -49,13 +50,15 @@ class Case:
     detect_ms: int = 0
     route: str = "all"
     baseline: str = "whole"
+    density: float = DENSITY
 
     def run(self, protocol: Protocol) -> Report:
         """Make the run."""
         settings = replace(SETTINGS, receive=self.receive, route=self.route)  # type: ignore[arg-type]
         return FaultRun(
             self.faults, trainer=protocol.trainer, rollout=protocol.rollout, updates=self.updates, seed=self.seed,
-            settings=settings, detect_ns=self.detect_ms * MS, source=protocol.source, target=protocol.target,
+            settings=settings, detect_ns=self.detect_ms * MS, density=self.density,
+            source=protocol.source, target=protocol.target,
             baseline=self.baseline,
         ).run()  # fmt: skip
 
@@ -64,6 +67,9 @@ class Case:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "faults"}
 
 
+SPARSE = 0.06
+"""So few changes that tensors travel as changed elements."""
+
 VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"receive": "stage"},
     {"receive": "stream"},
@@ -71,6 +77,8 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"receive": "stream", "route": "owned"},
     {"receive": "stage", "baseline": "shards"},
     {"receive": "stream", "baseline": "dirty"},
+    {"receive": "stage", "density": SPARSE},
+    {"receive": "stream", "density": SPARSE, "route": "owned"},
 )
 """The options under test, as fields of a ``Case``; each seeded case draws one. A line here is all a new one takes."""
 
@@ -201,4 +209,5 @@ def _parts(part: Protocol | type[Trainer] | type[Rollout] | type[Source] | type[
     if isinstance(part, Protocol):
         return part
     kinds = {"trainer": Trainer, "rollout": Rollout, "source": Source, "target": Target}
-    return Protocol()._replace(**{name: part for name, kind in kinds.items() if issubclass(part, kind)})
+    chosen: dict[str, Any] = {name: part for name, kind in kinds.items() if issubclass(part, kind)}
+    return Protocol(**chosen)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, Literal
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightsync.reference.deployment import RolloutLayout
-from weightsync.reference.protocol import Outcome, ProtocolSettings
+from weightsync.reference.protocol import Outcome
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.trainer import Trainer
 from weightsync.sim.faults import AnyFault, Fault, FaultKind, Followup
@@ -46,18 +47,26 @@ class SyncMachine(RuleBasedStateMachine):
         trainers=st.integers(1, 2),
         layouts=st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3),
         receive=st.sampled_from(["stage", "stream"]),
+        route=st.sampled_from(["all", "owned"]),
         late=st.booleans(),
         detect_ms=st.sampled_from([0, 40]),
         seed=st.integers(0, 1000),
     )
     def begin(
-        self, trainers: int, layouts: list[RolloutLayout], receive: str, late: bool, detect_ms: int, seed: int
+        self,
+        trainers: int,
+        layouts: list[RolloutLayout],
+        receive: Literal["stage", "stream"],
+        route: Literal["all", "owned"],
+        late: bool,
+        detect_ms: int,
+        seed: int,
     ) -> None:
         """A trainer of 1 or 2 ranks, 1 to 3 rollouts of TP 1 or 2, the last of which may come late."""
-        said = {name: getattr(SETTINGS, name) for name in SETTINGS.__slots__} | {"receive": receive}
+        said = replace(SETTINGS, receive=receive, route=route, verify_every=1)
         absent = [len(layouts) - 1] if late else []
         self.run = DrivenRun(
-            small_deployment(trainers, tuple(layouts)), ProtocolSettings(**said), trainer=self.trainer,
+            small_deployment(trainers, tuple(layouts)), said, trainer=self.trainer,
             rollout=self.rollout, absent=absent, detect_ns=detect_ms * MS, seed=seed,
         )  # fmt: skip
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from weightsync.reference.baselines import WholeBaseline
 from weightsync.reference.buckets import Bucket
-from weightsync.reference.changes import Changes, Found, in_pieces
+from weightsync.reference.changes import Changes, Found, Patch, in_pieces
 from weightsync.reference.control import Message
 from weightsync.reference.decoded import Decoded
 from weightsync.reference.digest import wrap
@@ -40,9 +40,7 @@ class DropsAttributes(Source):
 
 def _copies(source: Source, slot: int) -> dict[str, Tensor]:
     """The copies in a slot of a whole baseline, to be spoilt."""
-    if not isinstance(source.baseline, WholeBaseline):
-        raise TypeError(f"a baseline {source.baseline.traits.name!r} has no copies to spoil; use 'whole'")
-    return source.baseline._slots._copies[slot]
+    return cast(WholeBaseline, source.baseline)._slots._copies[slot]
 
 
 class CarriesAttributesOnce(Source):
@@ -102,7 +100,7 @@ class OffByOne(Source):
 
     def diff(self, slot: int, base: int | None) -> Step[Changes]:
         changes = yield from super().diff(slot, base)
-        patches = {number: (patch[0] + 1, *patch[1:]) for number, patch in changes.patches.items()}
+        patches = {n: (at + 1, new, old) for n, (at, new, old) in changes.patches.items()}
         return replace(changes, patches=patches)
 
 
@@ -114,7 +112,7 @@ class SendsWhatDidNotChange(Source):
         if base is None or self.rank or changes.nnz:
             return changes
         bits = int_view(next(iter(self.held(slot).values())))[:1].clone()
-        patches = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
+        patches: dict[int, Patch] = {0: (torch.zeros(1, dtype=torch.int32), bits, None)}
         return replace(changes, counts=(1, *changes.counts[1:]), patches=patches)
 
 
@@ -188,16 +186,16 @@ class SumsBits(Target):
 class CountsReplicas(Target):
     """Follows every write, also of rows that another rank speaks for."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         _share_of(self, _CountingReplicas)
 
 
 class TakesOldBitsForZeros(Target):
     """Follows what comes, and not what was there."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         _share_of(self, _Adding)
 
 
