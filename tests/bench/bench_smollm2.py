@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from harness import Row
+from wire_data import Update, entropy_bits
 
 from weightsync.reference.buckets import DELTA, Heading, Range, RangeSpec, pack_bucket, unpack
 from weightsync.reference.params import ParamMeta, int_view
@@ -70,7 +71,7 @@ def bits_of(model: Any) -> dict[str, torch.Tensor]:
 def measured(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], lr: float, step: int) -> Row:
     metas = [ParamMeta(name, torch.bfloat16, (bits.numel(),)) for name, bits in after.items()]
     heading, zstd = Heading(DELTA, epoch=1, base=1, version=2), Zstd()
-    sizes = {}
+    sizes, floor = {}, 0.0
     for name in FORMS:
         form, ranges = Form.named(name), []
         for number, (new, old) in enumerate(zip(after.values(), before.values(), strict=True)):
@@ -98,7 +99,13 @@ def measured(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], lr
         "lr": lr, "step": step, "changed_elements": count, "density": count / numel,
         "unchanged_tensors": len(metas) - len(ranges), **{f"bits {name}": bits for name, bits in sizes.items()},
     }  # fmt: skip
+    for name, new in after.items():
+        changed = (new != before[name]).nonzero().flatten()
+        if changed.numel():
+            one = Update(changed.to(torch.int32), new[changed], before[name][changed])
+            floor += changed.numel() / count * entropy_bits([one], new.numel())
     label = f"bits SmolLM2 lr {lr:g} step {step}"
     return Row(
-        label, "bits/change", min(sizes.values()), "int32 positions and values", PLAIN_BITS, conditions
-    )
+        label, "bits/change", min(sizes.values()), "int32 positions and values", PLAIN_BITS, conditions,
+        floor, "entropy per tensor",
+    )  # fmt: skip
