@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from weightsync.reference.errors import PeerLost, WeightSyncError
 from weightsync.reference.members import RolloutRef
 from weightsync.reference.snapshot import SLOTS
+from weightsync.reference.wire.forms import known_to_all
 
 if TYPE_CHECKING:
     from weightsync.reference.trainer import Trainer
 
 
 async def find_members(trainer: Trainer, deadline_ns: int) -> Mapping[str, Any]:
-    """The lead's word on connecting: epoch, members, who is gone, the slot to compare with, and who does not hold it.
+    """The lead's word on connecting: epoch, members, who is gone, the slot to compare with, and who does not hold it;
+    and the forms that all members know.
 
     Who does not is ``behind``: with the version that a squashed delta starts from, or None, for a full update.
 
@@ -64,7 +66,7 @@ async def find_members(trainer: Trainer, deadline_ns: int) -> Mapping[str, Any]:
     highest = max([trainer.highest, *(report["highest"] for report in reports.values())])
     return {
         "epoch": epoch, "highest": highest, "members": list(reports), "behind": behind, "slot": slot,
-        "gone": _told(trainer),
+        "gone": _told(trainer), "forms": known_to_all(reports.values()),
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from weightsync.reference.holdings import fingerprint
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.pieces import Feeds, OwnedRows, Piece, cut_pieces, feeds_of, owned_rows, told
 from weightsync.reference.rowmap import RowMap
-from weightsync.reference.wire.forms import Form, Packing
+from weightsync.reference.wire.forms import ALL_FORMS, Form, Packing
 from weightsync.reference.wire.policy import PLAIN_WIRE, WirePolicy
 
 __all__ = ["BucketSpec", "GatherGroup", "OwnedRows", "Piece", "RangeSpec", "TransferPlan"]
@@ -103,27 +103,35 @@ class TransferPlan:
             totals[piece.tensor] += count
         return tuple(totals)
 
-    def groups(self, counts: Sequence[int] | None, *, absolute: bool = False) -> tuple[GatherGroup, ...]:
+    def groups(
+        self, counts: Sequence[int] | None, *, absolute: bool = False, forms: Sequence[Form] = ALL_FORMS
+    ) -> tuple[GatherGroup, ...]:
         """The gather groups of an update, in order; pieces without a change are left out.
 
         A piece travels dense in a full update, and where that takes no more bytes. A group is closed before
         it exceeds ``bucket_bytes``; a piece that exceeds it alone is a group of several buckets.
-        ``absolute`` says that nobody knows the old bits of these changes, so that no value may be a difference.
+        ``absolute`` says that nobody knows the old bits of these changes, so that no value may be a difference;
+        ``forms`` are those that every receiver knows.
+
+        Raises:
+            PlanMismatch: the encoding asked for is not among them.
         """
-        if counts is None:
+        if counts is None and tuple(forms) == ALL_FORMS:
             return self._full_groups
-        return self._grouped(counts, absolute)
+        return self._grouped(counts, absolute, forms)
 
     @cached_property
     def _full_groups(self) -> tuple[GatherGroup, ...]:
-        return self._grouped(None, True)
+        return self._grouped(None, True, ALL_FORMS)
 
-    def _grouped(self, counts: Sequence[int] | None, absolute: bool) -> tuple[GatherGroup, ...]:
+    def _grouped(
+        self, counts: Sequence[int] | None, absolute: bool, forms: Sequence[Form]
+    ) -> tuple[GatherGroup, ...]:
         groups: list[GatherGroup] = []
         waiting: list[RangeSpec] = []
         numbers: list[int] = []
         filled = HEADER_BYTES
-        for number, one, nbytes in self._ranges(counts, absolute):
+        for number, one, nbytes in self._ranges(counts, absolute, forms):
             if waiting and filled + nbytes > self.bucket_bytes:
                 groups.append(self._close(numbers, waiting, filled))
                 numbers, waiting, filled = [], [], HEADER_BYTES
@@ -249,7 +257,9 @@ class TransferPlan:
                     f"the trainer's ranks, expected {width}; correct the layout table or the attributes"
                 )
 
-    def _ranges(self, counts: Sequence[int] | None, absolute: bool) -> Iterator[tuple[int, RangeSpec, int]]:
+    def _ranges(
+        self, counts: Sequence[int] | None, absolute: bool, forms: Sequence[Form]
+    ) -> Iterator[tuple[int, RangeSpec, int]]:
         """Per piece with a change: its number, all of it as one range, and the bytes it adds to a bucket."""
         if counts is not None and len(counts) != len(self.pieces):
             raise PlanMismatch(
@@ -257,6 +267,7 @@ class TransferPlan:
                 "exchange the counts of one plan"
             )
         itemsizes = self._itemsizes
+        wire = self.wire if tuple(forms) == ALL_FORMS else self.wire.knowing(forms)
         for number, piece in enumerate(self.pieces):
             whole = piece.count
             count = whole if counts is None else counts[number]
@@ -268,7 +279,6 @@ class TransferPlan:
             if count == 0:
                 continue
             itemsize = itemsizes[number]
-            wire = self.wire
             form = (
                 wire.full_form(whole, itemsize)
                 if counts is None

@@ -21,6 +21,7 @@ from weightsync.reference.protocol import ProtocolSettings
 from weightsync.reference.rank import Verbs
 from weightsync.reference.receiver import Receiver, Receiving
 from weightsync.reference.status import RankStatus
+from weightsync.reference.wire.forms import FORM_NAMES, known_to_all
 
 
 class Rollout(Receiver):
@@ -138,6 +139,7 @@ class Rollout(Receiver):
         return {
             "version": self.version, "dirty": self.dirty, "highest": self.highest, "new": new,
             "digest": wrap(digest + sum(report["digest"] for report in reports)),
+            "forms": known_to_all(reports, FORM_NAMES),
         }  # fmt: skip
 
     async def start(self, request: Request) -> Mapping[str, Any]:

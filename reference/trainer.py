@@ -23,6 +23,7 @@ from weightsync.reference.status import TrainerStatus, ask
 from weightsync.reference.transmit import Job, make_job, remember, streams, transmit
 from weightsync.reference.verdict import Verdict, Vote
 from weightsync.reference.watched import Watched
+from weightsync.reference.wire.forms import ALL_FORMS, Form
 
 
 class Trainer:
@@ -43,6 +44,7 @@ class Trainer:
         version: the last version that every member acknowledged; 0 before the first.
         on_snapshot: called, in the midst of an update, once the live parameters are copied and may change.
         last: the outcome of the last update that is over, or None.
+        forms: those that every member knows; no range is written in another.
         behind: number of each member that does not hold the base of the next update: the version that a squashed
             delta for it starts from, or None, for a full update.
         history: what is remembered of earlier versions.
@@ -77,6 +79,7 @@ class Trainer:
         self.version = 0
         self.epoch = 0
         self.members: tuple[int, ...] = ()
+        self.forms = ALL_FORMS
         self.behind: dict[int, int | None] = {}
         self.history = History(settings.history_bytes)
         self.gone: dict[int, str] = {}
@@ -172,6 +175,7 @@ class Trainer:
             await self._close_groups()
             self.epoch = found["epoch"]
             self.members = tuple(found["members"])
+            self.forms = tuple(Form.named(name) for name in found["forms"])
             self.behind = {int(number): base for number, base in found["behind"].items()}
             self.slots.acknowledge(found["slot"])
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from weightsync.reference.errors import PatchMismatch, PlanMismatch
 
@@ -132,8 +133,20 @@ ALL_FORMS = tuple(
 )
 """Every form of the wire, in the order of their numbers."""
 
+OLDEST = frozenset({"dense+raw", "int32+raw"})
+"""Names of the forms that a receiver knows who does not say what it knows."""
+
 DENSE_FORM = Form(Positions.DENSE, Values.RAW, Packing.FIXED)
 PLAIN_FORM = Form(Positions.INT32, Values.RAW, Packing.FIXED)
 
+FORM_NAMES = tuple(form.name for form in ALL_FORMS)
+"""Their names, in the same order."""
+
 ABSOLUTE = frozenset({Values.RAW})
 """The value forms of a baseline that does not know the old bits."""
+
+
+def known_to_all(reports: Iterable[Mapping[str, Any]], names: Iterable[str] = FORM_NAMES) -> list[str]:
+    """Those of ``names`` that every report lists under ``forms``; one without such a list knows the oldest forms."""
+    listed = [frozenset(report.get("forms", OLDEST)) for report in reports]
+    return [name for name in names if all(name in one for one in listed)]

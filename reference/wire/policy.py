@@ -52,6 +52,11 @@ class WirePolicy:
         """The policy under a baseline that allows these value forms only."""
         return replace(self, values=self.values & frozenset(values))
 
+    def knowing(self, forms: Iterable[Form]) -> WirePolicy:
+        """The policy towards receivers that know these forms only; PlanMismatch when it asks for another one."""
+        known = frozenset(forms)
+        return replace(self, forms=tuple(form for form in self.forms if form in known))
+
     def form(self, count: int, numel: int, itemsize: int, *, absolute: bool = False) -> Form:
         """The form of ``count`` changed elements of ``numel``: dense where that is asked for, or smaller.
 

@@ -8,6 +8,8 @@ lie beyond the finite values in the order of their bits. Nothing is rounded: bit
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -117,8 +119,6 @@ def read_values(reader: StreamReader, form: Values, count: int, itemsize: int, s
     negative, far = (_unpack(reader, count) for _ in range(2))
     where = np.flatnonzero(far.view(bool))
     rest = unplane(reader.take_planes(where.size, itemsize, split), unsigned) + unsigned(2)
-    found = np.ones(count, unsigned)
-    found[where] = rest
     if where.size:
         # One step is not far, and a size has one sign: no step is positive, half of the range negative.
         half = unsigned(1 << (8 * itemsize - 1))
@@ -131,11 +131,12 @@ def read_values(reader: StreamReader, form: Values, count: int, itemsize: int, s
             raise reader.refusal("codes a step in a way that another one has", "the one way there is")
         if bool((~below & (rest >= half)).any()):
             raise reader.refusal("codes a step in a way that another one has", "the one way there is")
-    signed = found.view(_SIGNED[itemsize])
-    # 1 - 2 * negative is the sign, in the item's own wrap-around arithmetic.
-    signs = np.subtract(1, negative.astype(_SIGNED[itemsize]) << 1, dtype=_SIGNED[itemsize])
-    moved: Integers = np.multiply(signed, signs).view(unsigned)
-    return moved
+    signed: Any = _SIGNED[itemsize]
+    steps = (1 - (negative.view(np.int8) << 1)).astype(signed)
+    # One step is its sign; the size of others times the sign, in the item's own wrap-around arithmetic.
+    steps[where] *= rest.view(signed)
+    found: Integers = steps.view(unsigned)
+    return found
 
 
 def _pack(flags: Integers) -> Bytes:

@@ -56,7 +56,8 @@ def entropy_bits(updates: list[Update], numel: int) -> float:
     """Bits per change that no code of independent positions and steps passes."""
     count = sum(one.positions.numel() for one in updates)
     share = count / (numel * len(updates))
-    where = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) / share
+    rest = (1 - share) * math.log2(1 - share) if share < 1 else 0.0
+    where = -(share * math.log2(share) + rest) / share
     steps = torch.cat([coded(Values.STEP, one.new, one.old, DTYPE) for one in updates])
     odds = torch.unique(steps, return_counts=True)[1].double() / count
     return where - float((odds * odds.log2()).sum())

@@ -15,7 +15,18 @@ from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.steps import run
 from weightsync.reference.target import Target
 from weightsync.reference.wire.choosing import AUTO
-from weightsync.reference.wire.forms import ABSOLUTE, ALL_FORMS, Form, Packing, Positions, Values
+from weightsync.reference.wire.forms import (
+    ABSOLUTE,
+    ALL_FORMS,
+    DENSE_FORM,
+    FORM_NAMES,
+    OLDEST,
+    Form,
+    Packing,
+    Positions,
+    Values,
+    known_to_all,
+)
 from weightsync.reference.wire.policy import PLAIN_WIRE, WirePolicy
 from weightsync.testing import plainwire
 from weightsync.testing.byhand import Update, admit, deliver, over_the_wire
@@ -207,3 +218,27 @@ def test_changes_without_old_bits_travel_as_absolute_values(encoding: str) -> No
     if group.forms[0].values is not Values.RAW:
         with pytest.raises(PlanMismatch, match="changes hold no old bits, expected them for"):
             run(sides.sources[0].part(1, blind, group))
+
+
+@given(
+    st.sampled_from([AUTO, "int32+raw"]),
+    st.sampled_from([1e3, 1e9, 1e13]),
+    st.sets(st.sampled_from(ALL_FORMS)),
+)
+def test_receivers_are_sent_no_form_that_one_of_them_does_not_know(
+    encoding: str, link: float, more: set[Form]
+) -> None:
+    sides = replace(one_tensor("int32+raw"), wire=WirePolicy(encoding, link))
+    known = tuple(form for form in ALL_FORMS if form in more or form.name in OLDEST)
+    for counts in (None, (1,), (150,), (600,)):
+        for group in sides.plan.groups(counts, forms=known):
+            assert set(group.forms) <= {*known, DENSE_FORM}
+
+
+def test_a_receiver_that_does_not_know_the_form_asked_for_is_named_its_forms() -> None:
+    sides = one_tensor("gap8+step+zstd")
+    known = [Form.named(name) for name in known_to_all([{"forms": FORM_NAMES}, {}])]
+    with pytest.raises(
+        PlanMismatch, match=r"does not know encoding 'gap8\+step\+zstd', only dense\+raw, int32\+raw"
+    ):
+        sides.plan.groups((150,), forms=known)
