@@ -209,4 +209,5 @@ def _parts(part: Protocol | type[Trainer] | type[Rollout] | type[Source] | type[
     if isinstance(part, Protocol):
         return part
     kinds = {"trainer": Trainer, "rollout": Rollout, "source": Source, "target": Target}
-    return Protocol()._replace(**{name: part for name, kind in kinds.items() if issubclass(part, kind)})
+    chosen: dict[str, Any] = {name: part for name, kind in kinds.items() if issubclass(part, kind)}
+    return Protocol(**chosen)
