@@ -72,10 +72,19 @@ def publish_command(
             if not path.name.endswith(".index.json") and path.stat().st_size <= LARGEST_EXTRA
         }
         metas = list(_metas(state).values())
+        if base is not None and full:
+            raise PatchMismatch(
+                "--base is what a delta starts from, and --full publishes none; leave one out"
+            )
         with _bar("publish", as_json) as told:
             settings = PublisherSettings(anchor_every=anchor_every, keep=keep)
             with Publisher(store, metas, settings, extras, progress=told) as publisher:
                 newest = listing(store).newest
+                if base is not None and newest is None:
+                    raise PatchMismatch(
+                        f"--base {str(base)!r} was not published: {into!r} holds no version, expected one that it is; "
+                        "leave it out, and the checkpoint is published whole"
+                    )
                 if newest is not None and not full:
                     publisher.adopt(_load(base) if base is not None else _state_of(store, newest, state))
                 index = publisher.publish(state, full)

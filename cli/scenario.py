@@ -10,7 +10,16 @@ import xxhash
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from weightsync.cli.model.families import FAMILIES
-from weightsync.cli.scenario_tables import Faults, Model, Policy, RolloutTable, Table, TrainerTable, Workload
+from weightsync.cli.scenario_tables import (
+    HISTORY_BYTES,
+    Faults,
+    Model,
+    Policy,
+    RolloutTable,
+    Table,
+    TrainerTable,
+    Workload,
+)
 from weightsync.reference.errors import WeightSyncError
 from weightsync.sim.hardware import ProfileError, load_profile
 
@@ -113,6 +122,15 @@ class Scenario(Table):
             raise ValueError(
                 'policy.snapshot = "none" sends everything to everybody; leave policy.route at "all"'
             )
+        if policy.snapshot == "none":
+            asked = {
+                "encoding": policy.encodes_deltas,
+                "history_bytes": policy.history_bytes != HISTORY_BYTES,
+            }
+            for key in (key for key, given in asked.items() if given):
+                raise ValueError(
+                    f'policy.{key} is for deltas, and with policy.snapshot = "none" every update is full; leave it out'
+                )
 
     def _require_rank(self, fault: str, rollout: int, rank: int) -> None:
         if rollout >= len(self.rollouts):

@@ -15,10 +15,12 @@ from weightsync.reference.megatron import VOCAB_MULTIPLE as TRAINER_MULTIPLE
 from weightsync.reference.model import ModelShape
 from weightsync.reference.parallel import RolloutLayout, TrainerLayout
 from weightsync.reference.placement import VOCAB_MULTIPLE as ROLLOUT_MULTIPLE
-from weightsync.reference.wire.forms import Values
+from weightsync.reference.wire.choosing import AUTO
+from weightsync.reference.wire.forms import Form, Positions, Values
 from weightsync.reference.wire.policy import FIXED, LINK_BYTES_PER_S, WirePolicy
 
 MIB = 1 << 20
+HISTORY_BYTES = 256 * MIB
 
 
 class Table(BaseModel):
@@ -227,18 +229,30 @@ class Policy(Table):
     baseline: Literal["whole", "shards", "dirty"] = "whole"
     verify_every: int = Field(default=10, ge=0)
     bucket_bytes: int = Field(default=4 * MIB, ge=1)
-    history_bytes: int = Field(default=256 * MIB, ge=0)
+    history_bytes: int = Field(default=HISTORY_BYTES, ge=0)
     on_rollout_loss: Literal["fail", "continue"] = "fail"
     update_ms: int = Field(default=60_000, ge=1)
     lease_ms: int = Field(default=10_000, ge=1)
 
     @model_validator(mode="after")
     def _known_encoding(self) -> Policy:
+        if self.link_bytes_per_s != LINK_BYTES_PER_S and self.encoding != AUTO:
+            raise ValueError(
+                f'policy.link_bytes_per_s does nothing with policy.encoding = "{self.encoding}", which is one form '
+                'whatever the link; set encoding = "auto", or leave it out'
+            )
         try:
             self.wire()
         except WeightSyncError as error:
             raise ValueError(f"policy.encoding: {error}") from None
         return self
+
+    @property
+    def encodes_deltas(self) -> bool:
+        """True when ``encoding`` names a form of changed elements other than the default one."""
+        return (
+            self.encoding not in (AUTO, FIXED) and Form.named(self.encoding).positions is not Positions.DENSE
+        )
 
     def wire(self) -> WirePolicy:
         """How updates are encoded, as far as the baseline knows the old bits."""

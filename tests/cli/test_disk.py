@@ -52,6 +52,18 @@ def test_a_checkpoint_travels_through_a_folder(tmp_path: Path) -> None:
     assert "another checksum" in call("verify", out, "--json", code=1)
 
 
+def test_a_base_that_no_delta_would_start_from_is_refused(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    save_file(dict(STATES[0]), source / "model.safetensors")
+    said = call("publish", source, "--into", out, "--base", source, code=1)
+    assert "holds no version" in said
+    call("publish", source, "--into", out)
+    said = call("publish", source, "--into", out, "--base", source, "--full", code=1)
+    assert "leave one out" in said
+    assert [one["version"] for one in asked("inspect", out)["versions"]] == [1]
+
+
 def test_what_cannot_be_done_is_one_sentence(tmp_path: Path) -> None:
     call("publish", tmp_path / "none", "--into", tmp_path / "out", code=1)
     call("pull", tmp_path / "out", "--into", tmp_path / "copy", code=1)

@@ -66,6 +66,10 @@ def test_what_an_encoding_makes_of_values_is_an_estimate() -> None:
     [
         (("policy.encoding=rice",), "encoding 'rice' is unknown, expected auto or one of"),
         ((*SMALL, "policy.baseline=dirty"), "needs values in step, the baseline allows raw"),
+        (("policy.link_bytes_per_s=1e9",), 'does nothing with policy.encoding = "int32\\+raw"'),
+        ((*SMALL, "policy.link_bytes_per_s=1e9"), "which is one form whatever the link"),
+        ((*SMALL, "policy.snapshot=none"), "policy.encoding is for deltas"),
+        (("policy.snapshot=none", "policy.history_bytes=0"), "policy.history_bytes is for deltas"),
     ],
 )
 def test_an_encoding_that_cannot_be_is_refused(overrides: tuple[str, ...], told: str) -> None:
