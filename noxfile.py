@@ -144,7 +144,7 @@ def fuzz(session: nox.Session) -> None:
 @nox.session(python=False)
 def sweeps(session: nox.Session) -> None:
     """Faults at every await under further options and of background pushes; arguments go to pytest."""
-    session.notify("tests", ["-q", "-n", "0", "tests/sweeps", *session.posargs])
+    session.notify("tests", ["-q", "-n", "0", "tests/faults/sweeps", *session.posargs])
 
 
 @nox.session

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 from weightsync.cli import logs
 from weightsync.cli.record import RankRecord
 from weightsync.cli.scenario import Scenario
+from weightsync.reference.protocol import Outcome
 from weightsync.reference.push import Correction, Pushed, PushSchedule, PushSettings
 from weightsync.reference.trainer import Trainer
 
@@ -19,6 +23,14 @@ def push_settings(scenario: Scenario) -> PushSettings:
         correction=correction,
         snapshot=policy.snapshot != "none",
     )
+
+
+def audits(ended: Iterable[Pushed], exports: dict[int, Any]) -> Iterator[tuple[Outcome, int, Any]]:
+    """Outcome, version and export of each push that committed, among those that ended; its export is taken out."""
+    for one in ended:
+        export = exports.pop(one.step, None)
+        if export is not None and one.outcome.committed and one.outcome.version is not None:
+            yield one.outcome, one.outcome.version, export
 
 
 class Pushes:

@@ -24,7 +24,7 @@ from weightsync.backends.gloo import GlooWorld
 from weightsync.backends.store import client_of
 from weightsync.cli import logs, parts, verify
 from weightsync.cli.desk import READY, Desk
-from weightsync.cli.pushing import Pushes
+from weightsync.cli.pushing import Pushes, audits
 from weightsync.cli.record import RankRecord
 from weightsync.cli.returns import await_returns
 from weightsync.cli.rl.engine import TokenTurns
@@ -232,10 +232,8 @@ class TrainerRun(RankRun):
             self.desk.hear()
 
     def _audit(self, ended: Sequence[Pushed]) -> None:
-        for one in ended:
-            export = self.exports.pop(one.step, None)
-            if export is not None and one.outcome.committed and one.outcome.version is not None:
-                self._audit_one(one.outcome, one.outcome.version, export)
+        for outcome, version, export in audits(ended, self.exports):
+            self._audit_one(outcome, version, export)
 
     def _audit_one(self, outcome: Outcome, version: int, export: dict[str, Tensor]) -> None:
         if isinstance(self.samples, LeadSamples):

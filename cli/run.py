@@ -15,7 +15,7 @@ from weightsync.backends.inprocess import InprocessWorld
 from weightsync.backends.registry import Registry
 from weightsync.cli import logs, parts, verify
 from weightsync.cli.launch import run_gloo
-from weightsync.cli.pushing import Pushes
+from weightsync.cli.pushing import Pushes, audits
 from weightsync.cli.record import RankRecord, RunRecord
 from weightsync.cli.rl.local import LocalJob
 from weightsync.cli.scenario import Scenario, ScenarioError
@@ -139,10 +139,8 @@ class Ranks:
 
     def audit(self, ended: Sequence[Pushed]) -> None:
         """Compare every rank of each committed push's members with the trainer's export of that step."""
-        for one in ended:
-            export = self.exports.pop(one.step, None)
-            if export is not None and one.outcome.committed and one.outcome.version is not None:
-                self._audit(one.outcome, one.outcome.version, export)
+        for outcome, version, export in audits(ended, self.exports):
+            self._audit(outcome, version, export)
 
     def _audit(self, outcome: Outcome, version: int, export: Mapping[str, Tensor]) -> None:
         for number in sorted(outcome.members):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from weightsync.testing.fuzz import Case, awaits, exhaustive_cases, seeded_cases, sweep_cases
-from weightsync.testing.sweep import Bar
+from weightsync.testing.sweep import Bar, require_none
 
 SEEDS = 1000
 
@@ -15,8 +15,7 @@ SEEDS = 1000
 def assert_all_right(label: str, cases: Sequence[Case], capfd: pytest.CaptureFixture[str]) -> None:
     with capfd.disabled():
         failures = sweep_cases(cases, progress=Bar(label, len(cases)))
-    plans = "\n".join(map(str, failures))
-    assert not failures, f"{len(failures)} of {len(cases)} plans break a promise:\n{plans}"
+    require_none(failures, len(cases))
 
 
 @pytest.mark.parametrize("receive", ["stage", "stream"])

@@ -63,6 +63,12 @@ class Bar:
         self.stream.flush()
 
 
+def require_none(failures: Sequence[Failure], total: int) -> None:
+    """Raise AssertionError with every plan that failed; return when none of ``total`` did."""
+    plans = "\n".join(map(str, failures))
+    assert not failures, f"{len(failures)} of {total} plans break a promise:\n{plans}"
+
+
 def sweep(
     check: Callable[[Any], Sequence[str]],
     items: Iterable[Any],

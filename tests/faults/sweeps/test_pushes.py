@@ -8,7 +8,7 @@ import pytest
 
 from weightsync.testing.fuzz import Protocol, fuzz, violations
 from weightsync.testing.push_faults import PushCase, exhaustive_pushes, push_awaits, seeded_pushes
-from weightsync.testing.sweep import Bar, sweep
+from weightsync.testing.sweep import Bar, require_none, sweep
 from weightsync.testing.wrong_protocols import SlotParity
 
 SEEDS = 1000
@@ -17,8 +17,7 @@ SEEDS = 1000
 def assert_all_right(label: str, cases: Sequence[PushCase], capfd: pytest.CaptureFixture[str]) -> None:
     with capfd.disabled():
         failures = sweep(violations, cases, progress=Bar(label, len(cases)))
-    plans = "\n".join(map(str, failures))
-    assert not failures, f"{len(failures)} of {len(cases)} plans break a promise:\n{plans}"
+    require_none(failures, len(cases))
 
 
 @pytest.mark.parametrize("receive", ["stage", "stream"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from weightsync.testing.fuzz import awaits, exhaustive_cases, sweep_cases
-from weightsync.testing.sweep import Bar
+from weightsync.testing.sweep import Bar, require_none
 
 OPTIONS = [
     {"receive": "stage", "route": "owned"},
@@ -23,5 +23,4 @@ def test_any_one_fault_at_any_await_breaks_no_promise(
     cases = [replace(case, **options) for case in exhaustive_cases(awaits(**options))]
     with capfd.disabled():
         failures = sweep_cases(cases, progress=Bar(f"one fault, {options}", len(cases)))
-    plans = "\n".join(map(str, failures))
-    assert not failures, f"{len(failures)} of {len(cases)} plans break a promise:\n{plans}"
+    require_none(failures, len(cases))
