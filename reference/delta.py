@@ -186,14 +186,19 @@ class UndoLog:
         if index.numel():
             self.entries.append((cells, index, cells.read(index)))
 
-    def overwrite(self, cells: Cells, index: Tensor, values: Tensor) -> None:
-        """Overwrite the bits at ``index``, each kept before it is; block by block, so that what was read is still in
-        the cache when it is written.
+    def overwrite(self, cells: Cells, index: Tensor, values: Tensor) -> Tensor:
+        """Overwrite the bits at ``index``, each kept before it is; returns the old bits, in the log's memory.
+
+        Block by block, so that what was read is still in the cache when it is written.
         """
-        for start in range(0, index.numel(), max(1, _CELLS_AT_ONCE // cells.width)):
-            block = slice(start, start + max(1, _CELLS_AT_ONCE // cells.width))
-            self.record(cells, index[block])
+        old = torch.empty_like(values)
+        at_once = max(1, _CELLS_AT_ONCE // cells.width)
+        for start in range(0, index.numel(), at_once):
+            block = slice(start, start + at_once)
+            old[block] = cells.read(index[block])
+            self.entries.append((cells, index[block], old[block]))
             cells.write(index[block], values[block])
+        return old
 
     def steps(self) -> Step[int]:
         """Write the old bits back, last entry first, pausing half-way; returns the number of elements

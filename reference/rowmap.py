@@ -80,6 +80,17 @@ class RowMap:
         output = self.tables.told[row]
         return output, (self.tables.starts[row] + offset).where(output >= 0, 0)
 
+    def told_together(self, positions: Tensor) -> tuple[int, Tensor] | None:
+        """As ``to_checkpoint``, of positions in one run of what this rank tells, or does not: the run's output, or -1,
+        and the flat positions (n,) int64 there. None when they are in several runs, and for none at all.
+        """
+        starts, outputs, shifts = self.tables.told_runs
+        if positions.numel() == 0:
+            return None
+        ends = torch.stack(positions.aminmax())
+        first, last = (torch.searchsorted(starts, ends, right=True) - 1).tolist()
+        return (int(outputs[first]), positions + shifts[first]) if first == last else None
+
     def to_local(self, output: int, flat: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the checkpoint positions ``flat`` (n,) int64 this rank holds, and where.
 

@@ -82,6 +82,16 @@ class RowTables:
         """
         return tuple(map(self._runs, self.inverse, self.full_widths))
 
+    @cached_property
+    def told_runs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Elements that this rank tells side by side: per run its first flat local position, ascending, its output, or
+        -1 of one that it does not tell, and what leads from a local position to one in that output; (runs,) each.
+        """
+        opens = torch.ones_like(self.told, dtype=torch.bool)
+        opens[1:] = (self.told[1:] != self.told[:-1]) | (self.starts[1:] != self.starts[:-1] + self.width)
+        first = opens.nonzero().reshape(-1)
+        return first * self.width, self.told[first], self.starts[first] - first * self.width
+
     def _runs(self, inverse: Tensor, full_width: int) -> tuple[Tensor, Tensor, Tensor]:
         rows = (inverse >= 0).nonzero().reshape(-1)
         local = inverse[rows]

@@ -110,17 +110,32 @@ class KeptShare:
             index = (index[:, None] * width + torch.arange(width, device=index.device)).reshape(-1)
             old, new, width = old.reshape(-1), new.reshape(-1), 1
         if width == 1:
-            output, flat = row_map.to_checkpoint(index)
             old, new = old.reshape(-1, 1), new.reshape(-1, 1)
+            if (together := row_map.told_together(index)) is not None:
+                number, flat = together
+                return self._difference(row_map, number, old, new, flat) if number >= 0 else 0
+            output, flat = row_map.to_checkpoint(index)
         else:
             output, flat = tables.told[index], tables.starts[index]
-        change = 0
-        for number, chosen in by_output(output, len(row_map.outputs)):
-            tensor_key, bases = key(self.metas[row_map.outputs[number]]), flat[chosen]
-            change += digest_rows(tensor_key, new, bases, chosen) - digest_rows(
-                tensor_key, old, bases, chosen
+        return wrap(
+            sum(
+                self._difference(row_map, number, old, new, flat[chosen], chosen)
+                for number, chosen in by_output(output, len(row_map.outputs))
             )
-        return wrap(change)
+        )
+
+    def _difference(
+        self,
+        row_map: RowMap,
+        output: int,
+        old: Tensor,
+        new: Tensor,
+        bases: Tensor,
+        rows: Tensor | None = None,
+    ) -> int:
+        """What rows of one output add to the digest when ``old`` becomes ``new``; see ``digest_rows``."""
+        tensor_key = key(self.metas[row_map.outputs[output]])
+        return digest_rows(tensor_key, new, bases, rows) - digest_rows(tensor_key, old, bases, rows)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -226,10 +226,11 @@ class Target:
         """Do one half of every write; the share follows those whose old bits are kept."""
         known, shift = self._share.forget(), 0
         for write in writes:
-            half, kept = write.index.numel() // 2, len(log.entries) if log is not None else 0
-            write.do(slice(half, None) if second else slice(0, half), log)
-            if log is not None and known is not None:
-                shift += sum(self._share.shift(*entry) for entry in log.entries[kept:])
+            half = write.index.numel() // 2
+            taken = slice(half, None) if second else slice(0, half)
+            old = write.do(taken, log)
+            if old is not None and known is not None:
+                shift += self._share.shift(write.cells, write.index[taken], old)
         if log is not None and known is not None:
             self._share.value = wrap(known + shift)
 

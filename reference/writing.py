@@ -42,12 +42,12 @@ class Write:
     index: Tensor
     values: Tensor
 
-    def do(self, taken: slice, log: UndoLog | None) -> None:
-        """Write the entries of ``taken``, the old bits into ``log`` first, when there is one."""
-        if log is None:
-            self.cells.write(self.index[taken], self.values[taken])
-        else:
-            log.overwrite(self.cells, self.index[taken], self.values[taken])
+    def do(self, taken: slice, log: UndoLog | None) -> Tensor | None:
+        """Write the entries of ``taken``; the old bits go into ``log`` first, when there is one, and come back."""
+        if log is not None:
+            return log.overwrite(self.cells, self.index[taken], self.values[taken])
+        self.cells.write(self.index[taken], self.values[taken])
+        return None
 
 
 def by_position(holder: Holder, positions: Tensor, base: int, bits: Tensor) -> Write:

@@ -2,7 +2,8 @@
 
 Densify and copy is what a receiver without a placement plan does: the changed values into a dense tensor of the
 checkpoint's shape that is NaN elsewhere, which the loader's slicing cuts, and ``where`` merges with the live weight.
-Ours maps positions to the slice, keeps the old bits for a rollback, and writes what is this rank's.
+Ours maps positions to the slice, keeps the old bits for a rollback, writes what is this rank's, and moves the digest
+along.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def applying(
         for number, (positions, values) in zip(outputs, changes, strict=True)
     ]
     bucket: Bucket = pack_bucket(HEADING, ranges, target.tensors)
+
+    run(target.digest())
 
     def apply() -> None:
         decoded: Decoded = run(target.decode(bucket))

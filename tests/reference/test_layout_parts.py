@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import event, given
@@ -132,6 +134,25 @@ def test_ascending_positions_are_located_as_each_one_would_be(layout: Layout, da
             assert torch.equal(positions[taken], positions[expected])
             assert local.dtype == torch.int64
             assert torch.equal(local, places)
+
+
+@given(layout=layouts(), data=st.data())
+def test_positions_told_together_are_told_as_each_one_would_be(layout: Layout, data: st.DataObject) -> None:
+    held = data.draw(part_lists(shape=layout.shape))
+    owners = [data.draw(st.booleans()) for _ in held]
+    for one, told in zip(maps_of(layout, held), owners, strict=True):
+        row_map = one if told else replace(one, owned=torch.zeros_like(one.owned))
+        numel = len(one.tensor) * one.width
+        chosen = data.draw(st.sets(st.integers(0, max(0, numel - 1)), max_size=4)) if numel else set()
+        positions = torch.tensor(data.draw(st.permutations(sorted(chosen))), dtype=torch.int64)
+        together = row_map.told_together(positions)
+        outputs, flat = row_map.to_checkpoint(positions)
+        event(f"told together: {together is not None}")
+        if together is not None:
+            assert outputs.tolist() == [together[0]] * len(positions)
+            assert together[0] < 0 or torch.equal(together[1], flat)
+        elif len(positions) == 1:
+            raise AssertionError("one position is always in one run")
 
 
 def test_positions_at_the_far_end_of_int32_are_located() -> None:
