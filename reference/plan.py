@@ -128,18 +128,18 @@ class TransferPlan:
         self, counts: Sequence[int] | None, absolute: bool, forms: Sequence[Form]
     ) -> tuple[GatherGroup, ...]:
         groups: list[GatherGroup] = []
-        waiting: list[RangeSpec] = []
-        numbers: list[int] = []
-        filled = HEADER_BYTES
-        for number, one, nbytes in self._ranges(counts, absolute, forms):
+        waiting: list[tuple[int, Form, RangeSpec]] = []
+        filled = likely = HEADER_BYTES
+        for number, form, one, nbytes in self._ranges(counts, absolute, forms):
             if waiting and filled + nbytes > self.bucket_bytes:
-                groups.append(self._close(numbers, waiting, filled))
-                numbers, waiting, filled = [], [], HEADER_BYTES
-            numbers.append(number)
-            waiting.append(one)
+                groups.append(self._close(waiting, filled, likely))
+                waiting = []
+                filled = likely = HEADER_BYTES
+            waiting.append((number, form, one))
             filled += nbytes
+            likely += TABLE_ENTRY_BYTES + padded(one.likely) if one.likely else nbytes
         if waiting:
-            groups.append(self._close(numbers, waiting, filled))
+            groups.append(self._close(waiting, filled, likely))
         return tuple(groups)
 
     def part_bytes(self, group: GatherGroup, rank: int, rank_counts: Sequence[int]) -> int:
@@ -168,12 +168,10 @@ class TransferPlan:
 
     def range_of(self, piece: Piece, form: Form, count: int, itemsize: int) -> RangeSpec:
         """All that travels of a piece, or of its window in a slice, as one range in ``form``."""
-        exact = form.packing is Packing.FIXED
+        positions, values, packing = form
+        exact = packing is Packing.FIXED
         likely = 0 if exact else self.wire.likely_bytes(form, count, piece.count, itemsize)
-        return RangeSpec(
-            piece.tensor, form.positions, piece.base, count,
-            values=form.values, packing=form.packing, likely=likely,
-        )  # fmt: skip
+        return RangeSpec(piece.tensor, positions, piece.base, count, 0, values, packing, likely)
 
     def owned(self, rank: int, piece: int) -> int:
         """Elements of a piece that trainer ``rank`` speaks for."""
@@ -259,41 +257,42 @@ class TransferPlan:
 
     def _ranges(
         self, counts: Sequence[int] | None, absolute: bool, forms: Sequence[Form]
-    ) -> Iterator[tuple[int, RangeSpec, int]]:
-        """Per piece with a change: its number, all of it as one range, and the bytes it adds to a bucket."""
+    ) -> Iterator[tuple[int, Form, RangeSpec, int]]:
+        """Per piece with a change: its number and form, all of it as one range, and the most that adds to a bucket."""
         if counts is not None and len(counts) != len(self.pieces):
             raise PlanMismatch(
                 f"{len(counts)} counts were given, expected {len(self.pieces)}, one per piece of the plan; "
                 "exchange the counts of one plan"
             )
-        itemsizes = self._itemsizes
         wire = self.wire if tuple(forms) == ALL_FORMS else self.wire.knowing(forms)
-        for number, piece in enumerate(self.pieces):
-            whole = piece.count
-            count = whole if counts is None else counts[number]
-            if not 0 <= count <= whole:
+        pieces, itemsizes = self.pieces, self._itemsizes
+        changed = []
+        for number, piece in enumerate(pieces):
+            count = piece.count if counts is None else counts[number]
+            if not 0 <= count <= piece.count:
                 raise PlanMismatch(
                     f"tensor {self.tensors[piece.tensor].name!r} has {count} changed elements from position "
-                    f"{piece.base}, expected 0 to {whole}; exchange the counts of one plan"
+                    f"{piece.base}, expected 0 to {piece.count}; exchange the counts of one plan"
                 )
-            if count == 0:
-                continue
-            itemsize = itemsizes[number]
-            form = (
-                wire.full_form(whole, itemsize)
-                if counts is None
-                else wire.form(count, whole, itemsize, absolute=absolute)
-            )
-            if form.positions is Encoding.DENSE:
-                count = whole
-            one = self.range_of(piece, form, count, itemsize)
-            yield number, one, TABLE_ENTRY_BYTES + padded(one.section_bytes(itemsize))
-
-    def _close(self, numbers: Sequence[int], ranges: Sequence[RangeSpec], nbytes: int) -> GatherGroup:
-        dense = tuple(one.encoding is Encoding.DENSE for one in ranges)
-        forms = tuple(one.form for one in ranges)
-        if nbytes <= self.bucket_bytes:
-            buckets: tuple[BucketSpec, ...] = (BucketSpec.of(ranges, self.tensors),)
+            if count:
+                changed.append((number, piece, count, piece.count, itemsizes[number]))
+        if not changed:
+            return
+        _, _, found, wholes, widths = zip(*changed, strict=True)
+        if counts is None:
+            chosen = list(map(wire.full_form, wholes, widths))
         else:
+            chosen = wire.forms_of(found, wholes, widths, absolute=absolute)
+        for (number, piece, count, whole, itemsize), form in zip(changed, chosen, strict=True):
+            taken = whole if form.positions is Encoding.DENSE else count
+            one = self.range_of(piece, form, taken, itemsize)
+            yield number, form, one, TABLE_ENTRY_BYTES + padded(one.section_bytes(itemsize))
+
+    def _close(self, waiting: Sequence[tuple[int, Form, RangeSpec]], nbytes: int, likely: int) -> GatherGroup:
+        """The group of pieces whose ranges would take ``nbytes`` in one bucket, at most, and likely ``likely``."""
+        numbers, forms, ranges = zip(*waiting, strict=True)
+        dense = tuple(form.positions is Encoding.DENSE for form in forms)
+        buckets = (BucketSpec(ranges, nbytes, likely),)
+        if nbytes > self.bucket_bytes:
             buckets = cut_buckets(ranges, self.tensors, self.bucket_bytes)
-        return GatherGroup(tuple(numbers), dense, buckets, forms)
+        return GatherGroup(numbers, dense, buckets, forms)

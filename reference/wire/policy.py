@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from weightsync.reference.encoding import element_bytes
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.wire.choosing import AUTO, choose, choose_named
 from weightsync.reference.wire.costs import Rates, costs
@@ -39,10 +42,11 @@ class WirePolicy:
     values: frozenset[Values] = frozenset(Values)
     forms: tuple[Form, ...] = ALL_FORMS
     rates: Rates = RATES
+    _named: Form | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.encoding != AUTO:
-            choose_named(self.encoding, self.values, self.forms)
+            object.__setattr__(self, "_named", choose_named(self.encoding, self.values, self.forms))
         if not self.link_bytes_per_s > 0:
             raise PlanMismatch(
                 f"link_bytes_per_s is {self.link_bytes_per_s}, expected more than 0; pass the link's rate"
@@ -62,7 +66,8 @@ class WirePolicy:
 
         ``absolute`` says that of these changes nobody knows the old bits: their values are RAW.
         """
-        if self.encoding == AUTO:
+        form = self._named
+        if form is None:
             return choose(
                 count,
                 numel,
@@ -72,18 +77,42 @@ class WirePolicy:
                 values=self.values & ABSOLUTE if absolute else self.values,
                 forms=self.forms,
             )
-        form = Form.named(self.encoding)
         if absolute:
-            form = form._replace(values=Values.RAW)
-            form = form if form in self.forms else form.fixed
+            form = self._absolute(form)
         if form.positions is Positions.DENSE:
             return form
         dense = fixed_bytes(DENSE_FORM, numel, itemsize)
         return DENSE_FORM if dense <= self.likely_bytes(form, count, numel, itemsize) else form
 
+    def forms_of(
+        self,
+        counts: Sequence[int],
+        numels: Sequence[int],
+        itemsizes: Sequence[int],
+        *,
+        absolute: bool = False,
+    ) -> list[Form]:
+        """``form`` of each of many ranges; of a fixed form, whose sizes are a product, of all at once."""
+        form = self._named
+        if form is None or form.packing is not Packing.FIXED or form.positions is Positions.DENSE:
+            every = zip(counts, numels, itemsizes, strict=True)
+            return [self.form(*one, absolute=absolute) for one in every]
+        if absolute:
+            form = self._absolute(form)
+        widths = np.array(itemsizes, np.int64)
+        dense = np.array(numels, np.int64) * (widths + element_bytes(Positions.DENSE, 0))
+        sparse = np.array(counts, np.int64) * (widths + element_bytes(form.positions, 0))
+        return [DENSE_FORM if one else form for one in (dense <= sparse).tolist()]
+
+    def _absolute(self, form: Form) -> Form:
+        """The form with RAW values, or what stands in for it where a receiver does not know that one."""
+        form = form._replace(values=Values.RAW)
+        return form if form in self.forms else form.fixed
+
     def full_form(self, numel: int, itemsize: int) -> Form:
         """The form of a range of a full update."""
-        if self.encoding == AUTO:
+        form = self._named
+        if form is None:
             return choose(
                 numel,
                 numel,
@@ -93,7 +122,6 @@ class WirePolicy:
                 values=frozenset(),
                 forms=self.forms,
             )
-        form = Form.named(self.encoding)
         return form if form.positions is Positions.DENSE else DENSE_FORM
 
     def likely_bytes(self, form: Form, count: int, numel: int, itemsize: int) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightsync.reference.encoding import Encoding, element_bytes, from_bytes, write_section
+from weightsync.reference.encoding import element_bytes, from_bytes, write_section
 from weightsync.reference.errors import PatchMismatch
 from weightsync.reference.params import int_view
 from weightsync.reference.wire.forms import Form, Packing, Positions
@@ -48,8 +48,7 @@ class Section(NamedTuple):
 
 def fixed_bytes(form: Form, count: int, itemsize: int) -> int:
     """Bytes of ``form.fixed``; no section of ``count`` elements in ``form`` has more."""
-    dense = form.positions is Positions.DENSE
-    return count * element_bytes(Encoding.DENSE if dense else Encoding.INT32, itemsize)
+    return count * element_bytes(form.positions, itemsize)
 
 
 def encode_section(positions: Tensor | None, values: Tensor, form: Form, zstd: Zstd) -> Encoded:

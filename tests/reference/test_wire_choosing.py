@@ -12,6 +12,7 @@ from weightsync.reference.errors import PatchMismatch, PlanMismatch
 from weightsync.reference.wire.choosing import choose, choose_named
 from weightsync.reference.wire.costs import costs
 from weightsync.reference.wire.forms import ABSOLUTE, ALL_FORMS, DENSE_FORM, Form, Positions, Values
+from weightsync.reference.wire.policy import WirePolicy
 from weightsync.reference.wire.rates import RATES
 from weightsync.reference.wire.sections import fixed_bytes
 
@@ -45,6 +46,17 @@ def test_no_estimate_exceeds_the_fixed_form(count: tuple[int, int], itemsize: in
     assert 0 < estimate.nbytes <= fixed_bytes(form, elements, itemsize)
     assert estimate.encode_ns > 0
     assert estimate.decode_ns > 0
+
+
+@given(st.sampled_from(["auto", *(form.name for form in ALL_FORMS)]), st.booleans(), st.data())
+def test_many_forms_at_once_are_those_one_by_one(encoding: str, absolute: bool, data: st.DataObject) -> None:
+    wire = WirePolicy(encoding, link_bytes_per_s=1e9)
+    every = data.draw(st.lists(st.tuples(counts(), ITEMSIZES), min_size=1, max_size=8))
+    found = wire.forms_of(
+        [count for (count, _), _ in every], [numel for (_, numel), _ in every], [size for _, size in every],
+        absolute=absolute,
+    )  # fmt: skip
+    assert found == [wire.form(*one, itemsize, absolute=absolute) for one, itemsize in every]
 
 
 def test_slow_links_get_the_smallest_form_and_fast_ones_the_quickest() -> None:
