@@ -142,7 +142,6 @@ def _base_of(trainer: Trainer, report: Mapping[str, Any], slot: int | None) -> i
     held = trainer.slots.held(slot) if slot is not None else None
     if held is None or report["dirty"] is not None:
         return None
-    version: int = report["version"]
-    at = {held[0]: held[1]}.get(version, trainer.history.digests.get(version))
-    known = at == report["digest"] and trainer.history.path(version, held[0]) is not None
-    return version if known else None
+    version, digest = report["version"], report["digest"]
+    known = (version, digest) == held or trainer.history.knows(version, digest)
+    return version if known and trainer.history.path(version, held[0]) is not None else None
