@@ -55,6 +55,7 @@ class Rollout(Receiver):
         self.master = trainer if self.leader else self.ranks[0]
         self.trainer = trainer
         self.watched = self.master
+        self.released = False
         verbs.disclose(lambda: RankStatus.of(self).to_dict())
         self.handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any] | None]]] = {
             "hello": self.hello, "start": self.start, "prepare": self.prepare, "apply": self.apply,
@@ -73,7 +74,7 @@ class Rollout(Receiver):
                 await self.end_update("no decision came before the lease ended")
                 continue
             except PeerLost as lost:
-                if self.watched == self.trainer:
+                if self.released or self.watched == self.trainer:
                     await self.leave(str(lost))
                     return
                 await self.orphaned(lost)
@@ -82,6 +83,11 @@ class Rollout(Receiver):
                 continue
             self.watched = self.master
             if request.op == "bye":
+                if not self.leader and request.source == str(self.trainer):
+                    self.released = (
+                        True  # its leader may still need it for a rollback, and says bye after that
+                    )
+                    continue
                 await self.leave("its trainer said bye")
                 return
             await self.answer(request)

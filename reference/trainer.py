@@ -136,8 +136,7 @@ class Trainer:
         """Release the rollouts and drop every group; call it once, after the last update."""
         if self.lead:
             for rollout in self.rollouts.values():
-                orphaned = self.verbs.is_lost(rollout.leader)
-                for rank in rollout.ranks if orphaned else (rollout.leader,):
+                for rank in rollout.ranks:  # a leader that died a moment ago cannot pass it on
                     await self.fanout.quietly(partial(self.verbs.post, rank, "bye", {}))
         await self._close_groups()
 

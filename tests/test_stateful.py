@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
+from weightsync.reference.deployment import RolloutLayout
 from weightsync.reference.errors import WeightSyncError
 from weightsync.reference.rollout import Rollout
 from weightsync.reference.trainer import Trainer
+from weightsync.sim.faults import Fault
+from weightsync.testing.driven import DrivenRun, small_deployment
 from weightsync.testing.stateful import SyncMachine, machine_settings
 from weightsync.testing.states import examples
+from weightsync.testing.tiny import MS, SETTINGS
 from weightsync.testing.wrong_protocols import (
     CommitCountedTwice,
     LostForEver,
@@ -30,6 +34,17 @@ FOUND = (
 
 def test_the_protocol_keeps_every_promise() -> None:
     run_state_machine_as_test(SyncMachine, settings=machine_settings(examples(0.6).max_examples))
+
+
+@pytest.mark.parametrize("layout", [RolloutLayout(2, False), RolloutLayout(2, True)])
+@pytest.mark.parametrize("index", range(1, 20, 4))
+def test_the_ranks_of_a_leader_that_died_unnoticed_end_with_the_run(
+    layout: RolloutLayout, index: int
+) -> None:
+    """The trainer closes before anybody knows of the loss: its leader can pass nothing on."""
+    run = DrivenRun(small_deployment(2, (layout,)), SETTINGS, detect_ns=40 * MS)
+    run.push([Fault("rollout0.0", index, "kill")])
+    assert run.close() == []
 
 
 @pytest.mark.parametrize("wrong", FOUND, ids=lambda wrong: wrong.__name__)

@@ -23,6 +23,9 @@ LIVING: tuple[FaultKind, ...] = ("fail", "fail-after", "stall")
 QUIET_MS = 3000
 """After this long every lease, stall and late message is over."""
 
+UPDATE_MS = 200
+"""Three rollouts at three versions, with two routes each, make seven groups of 20 ms on the simulated laptop."""
+
 AWAITS = 30
 """About as many awaits a rank makes in one update."""
 
@@ -63,7 +66,7 @@ class SyncMachine(RuleBasedStateMachine):
         seed: int,
     ) -> None:
         """A trainer of 1 or 2 ranks, 1 to 3 rollouts of TP 1 or 2, the last of which may come late."""
-        said = replace(SETTINGS, receive=receive, route=route, verify_every=1)
+        said = replace(SETTINGS, receive=receive, route=route, verify_every=1, update_ns=UPDATE_MS * MS)
         absent = [len(layouts) - 1] if late else []
         self.run = DrivenRun(
             small_deployment(trainers, tuple(layouts)), said, trainer=self.trainer,
@@ -155,8 +158,10 @@ class SyncMachine(RuleBasedStateMachine):
 
     @rule()
     def audit(self) -> None:
-        """What the ranks say of themselves is so."""
-        run, said = self.driven, self.driven.ask()
+        """What the ranks say of themselves is so, or was when they were asked."""
+        run = self.driven
+        before = {rank: (half.version, half.dirty is None) for rank, half in run.rollouts.items()}
+        said = run.ask()
         assert said.highest >= self.tried
         for one in said.rollouts:
             if not run.alive(run.deployment.rollouts[one.number]) or one.number in run.damaged:
@@ -165,7 +170,8 @@ class SyncMachine(RuleBasedStateMachine):
                 if isinstance(status, str):
                     continue  # it was lost, and the lead has not heard that it is back
                 half = run.rollouts[rank]
-                assert (status.version, status.dirty is None) == (half.version, half.dirty is None)
+                now = (half.version, half.dirty is None)
+                assert (status.version, status.dirty is None) in (before[rank], now)
                 if half.update is None and half.dirty is None:
                     assert run.differences(rank, half.version) == []
 
