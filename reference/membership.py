@@ -112,6 +112,8 @@ def _told(trainer: Trainer) -> dict[str, str]:
 
 
 async def _anyone_back(trainer: Trainer, absent: Sequence[RolloutRef], deadline_ns: int) -> bool:
+    """Whether one of them can be taken in again; a silent one leaves half of the time for the others' ``hello``."""
+    deadline_ns -= max(0, deadline_ns - trainer.verbs.now_ns()) // 2
     calls = [trainer.fanout.ask(rollout.leader, "status", {}, deadline_ns) for rollout in absent]
     replies = await trainer.fanout.settle(calls, deadline_ns)
     return any(isinstance(reply, Mapping) and reply["lost"] is None for reply in replies)

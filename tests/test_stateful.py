@@ -47,6 +47,21 @@ def test_the_ranks_of_a_leader_that_died_unnoticed_end_with_the_run(
     assert run.close() == []
 
 
+def test_a_silent_rollout_does_not_keep_another_from_coming_back() -> None:
+    """The third one holds its lease and never answers; asking it must leave time to greet the first."""
+    layout = RolloutLayout(2, True)
+    run = DrivenRun(small_deployment(2, (layout,) * 3), SETTINGS, absent=(2,))
+    first = run.deployment.rollouts[0]
+    run.lose(first)
+    assert run.push()[0].members == (1,)
+    run.wait(900)
+    run.start(first)
+    run.wait(900)
+    outcome = run.push()[0]
+    assert (outcome.committed, outcome.members, outcome.full) == (True, (0, 1), (0,))
+    assert run.close() == []
+
+
 @pytest.mark.parametrize("wrong", FOUND, ids=lambda wrong: wrong.__name__)
 def test_a_wrong_protocol_is_found(wrong: type[Trainer] | type[Rollout]) -> None:
     half = "trainer" if issubclass(wrong, Trainer) else "rollout"
