@@ -188,7 +188,7 @@ def _parts(plan: TransferPlan, counts: tuple[int, ...] | None) -> list[list[int]
     """
     ranks = range(len(plan.maps))
     shares = [_share(plan, rank, counts) for rank in ranks]
-    return [[plan.part_bytes(group, rank, shares[rank]) for rank in ranks] for group in plan.groups(counts)]
+    return [plan.part_sizes(group, shares) for group in plan.groups(counts)]
 
 
 def _share(plan: TransferPlan, rank: int, counts: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -6,22 +6,16 @@ counts that all ranks exchanged; nothing here waits, and nothing reads a weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 
-from weightsync.reference.buckets import (
-    END_BYTES,
-    HEADER_BYTES,
-    TABLE_ENTRY_BYTES,
-    BucketSpec,
-    RangeSpec,
-)
-from weightsync.reference.cuts import cut_buckets
-from weightsync.reference.encoding import POSITION_BYTES, Encoding, padded
+from weightsync.reference.buckets import END_BYTES, BucketSpec, RangeSpec
 from weightsync.reference.errors import PlanMismatch
+from weightsync.reference.grouping import Columns, GatherGroup, Numbers, gather_groups, part_sizes
 from weightsync.reference.holdings import fingerprint
 from weightsync.reference.params import ParamMeta
 from weightsync.reference.pieces import Feeds, OwnedRows, Piece, cut_pieces, feeds_of, owned_rows, told
@@ -33,23 +27,6 @@ __all__ = ["BucketSpec", "GatherGroup", "OwnedRows", "Piece", "RangeSpec", "Tran
 
 PIECE_ELEMENTS = 1 << 31
 """From this many elements on, positions do not fit int32."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatherGroup:
-    """Whole pieces that are gathered together and fill buckets of their own.
-
-    Attributes:
-        pieces: numbers of the pieces, in wire order.
-        dense: per piece, whether all its elements travel.
-        forms: per piece, the form that its ranges are to be written in.
-        buckets: how the gathered bytes are cut; no bucket mixes two groups.
-    """
-
-    pieces: tuple[int, ...]
-    dense: tuple[bool, ...]
-    buckets: tuple[BucketSpec, ...]
-    forms: tuple[Form, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,32 +104,24 @@ class TransferPlan:
     def _grouped(
         self, counts: Sequence[int] | None, absolute: bool, forms: Sequence[Form]
     ) -> tuple[GatherGroup, ...]:
-        groups: list[GatherGroup] = []
-        waiting: list[tuple[int, Form, RangeSpec]] = []
-        filled = likely = HEADER_BYTES
-        for number, form, one, nbytes in self._ranges(counts, absolute, forms):
-            if waiting and filled + nbytes > self.bucket_bytes:
-                groups.append(self._close(waiting, filled, likely))
-                waiting = []
-                filled = likely = HEADER_BYTES
-            waiting.append((number, form, one))
-            filled += nbytes
-            likely += TABLE_ENTRY_BYTES + padded(one.likely) if one.likely else nbytes
-        if waiting:
-            groups.append(self._close(waiting, filled, likely))
-        return tuple(groups)
+        wire = self.wire if tuple(forms) == ALL_FORMS else self.wire.knowing(forms)
+        return gather_groups(self._columns, self.tensors, counts, wire, self.bucket_bytes, absolute=absolute)
 
     def part_bytes(self, group: GatherGroup, rank: int, rank_counts: Sequence[int]) -> int:
         """Exact bytes that trainer ``rank`` brings to the gather of ``group``.
 
         ``rank_counts`` are its own changed elements per piece; they play no part for dense pieces.
         """
-        owned, itemsizes, total = self._owned_lists[rank], self._itemsizes, 0
-        for number, dense in zip(group.pieces, group.dense, strict=True):
-            count = owned[number] if dense else rank_counts[number]
-            if count:
-                total += padded(count * (itemsizes[number] if dense else itemsizes[number] + POSITION_BYTES))
-        return total
+        return self._part_sizes(group, slice(rank, rank + 1), [rank_counts])[0]
+
+    def part_sizes(self, group: GatherGroup, matrix: Sequence[Sequence[int]]) -> list[int]:
+        """``part_bytes`` of every trainer rank; ``matrix`` is [rank][piece], the exchanged counts."""
+        return self._part_sizes(group, slice(None), matrix)
+
+    def _part_sizes(self, group: GatherGroup, ranks: slice, matrix: Sequence[Sequence[int]]) -> list[int]:
+        counts = np.array([[row[number] for number in group.pieces] for row in matrix], dtype=np.int64)
+        sizes: list[int] = part_sizes(self._columns, self._owned[ranks], group, counts).tolist()
+        return sizes
 
     def update_bytes(self, counts: Sequence[int] | None) -> int:
         """The most bytes on the wire of a whole update: its buckets, headers included, and the END trailer.
@@ -175,7 +144,7 @@ class TransferPlan:
 
     def owned(self, rank: int, piece: int) -> int:
         """Elements of a piece that trainer ``rank`` speaks for."""
-        return self._owned_lists[rank][piece]
+        return int(self._owned[rank, piece])
 
     def owned_rows(self, rank: int, piece: int) -> tuple[OwnedRows, ...]:
         """Where trainer ``rank`` holds its elements of a piece: one entry per runtime parameter that feeds
@@ -198,15 +167,13 @@ class TransferPlan:
         return tuple(found)
 
     @cached_property
-    def _owned_lists(self) -> tuple[list[int], ...]:
-        """Elements, [rank][piece]."""
-        found = []
-        for rows in self._rows:
-            counts = [0] * len(self.pieces)
+    def _owned(self) -> Numbers:
+        """(ranks, pieces), elements that each rank speaks for."""
+        owned = np.zeros((len(self.maps), len(self.pieces)), dtype=np.int64)
+        for row, rows in zip(owned, self._rows, strict=True):
             for number, parts in rows.items():
-                counts[number] = sum(one.numel for one in parts)
-            found.append(counts)
-        return tuple(found)
+                row[number] = sum(one.numel for one in parts)
+        return owned
 
     @cached_property
     def _pieces_of(self) -> list[list[int]]:
@@ -217,9 +184,8 @@ class TransferPlan:
         return found
 
     @cached_property
-    def _itemsizes(self) -> list[int]:
-        """Per piece, bytes of an element."""
-        return [self.tensors[piece.tensor].itemsize for piece in self.pieces]
+    def _columns(self) -> Columns:
+        return Columns.of(self.pieces, self.tensors)
 
     @cached_property
     def _feeds(self) -> tuple[Feeds, ...]:
@@ -254,45 +220,3 @@ class TransferPlan:
                     f"row {row} of checkpoint tensor {meta.name!r} has {int(total[row])} elements told by "
                     f"the trainer's ranks, expected {width}; correct the layout table or the attributes"
                 )
-
-    def _ranges(
-        self, counts: Sequence[int] | None, absolute: bool, forms: Sequence[Form]
-    ) -> Iterator[tuple[int, Form, RangeSpec, int]]:
-        """Per piece with a change: its number and form, all of it as one range, and the most that adds to a bucket."""
-        if counts is not None and len(counts) != len(self.pieces):
-            raise PlanMismatch(
-                f"{len(counts)} counts were given, expected {len(self.pieces)}, one per piece of the plan; "
-                "exchange the counts of one plan"
-            )
-        wire = self.wire if tuple(forms) == ALL_FORMS else self.wire.knowing(forms)
-        pieces, itemsizes = self.pieces, self._itemsizes
-        changed = []
-        for number, piece in enumerate(pieces):
-            count = piece.count if counts is None else counts[number]
-            if not 0 <= count <= piece.count:
-                raise PlanMismatch(
-                    f"tensor {self.tensors[piece.tensor].name!r} has {count} changed elements from position "
-                    f"{piece.base}, expected 0 to {piece.count}; exchange the counts of one plan"
-                )
-            if count:
-                changed.append((number, piece, count, piece.count, itemsizes[number]))
-        if not changed:
-            return
-        _, _, found, wholes, widths = zip(*changed, strict=True)
-        if counts is None:
-            chosen = list(map(wire.full_form, wholes, widths))
-        else:
-            chosen = wire.forms_of(found, wholes, widths, absolute=absolute)
-        for (number, piece, count, whole, itemsize), form in zip(changed, chosen, strict=True):
-            taken = whole if form.positions is Encoding.DENSE else count
-            one = self.range_of(piece, form, taken, itemsize)
-            yield number, form, one, TABLE_ENTRY_BYTES + padded(one.section_bytes(itemsize))
-
-    def _close(self, waiting: Sequence[tuple[int, Form, RangeSpec]], nbytes: int, likely: int) -> GatherGroup:
-        """The group of pieces whose ranges would take ``nbytes`` in one bucket, at most, and likely ``likely``."""
-        numbers, forms, ranges = zip(*waiting, strict=True)
-        dense = tuple(form.positions is Encoding.DENSE for form in forms)
-        buckets = (BucketSpec(ranges, nbytes, likely),)
-        if nbytes > self.bucket_bytes:
-            buckets = cut_buckets(ranges, self.tensors, self.bucket_bytes)
-        return GatherGroup(numbers, dense, buckets, forms)

@@ -236,7 +236,7 @@ async def _buckets(trainer: Trainer, job: Job, stream: Stream, heading: Heading,
     changes = None if stream.delta is None else stream.delta.changes
     counts = None if stream.delta is None else delta.counts
     for rows in trainer.plan.groups(counts, absolute=stream.base in job.squashed, forms=trainer.forms):
-        sizes = [trainer.plan.part_bytes(rows, rank, row) for rank, row in enumerate(delta.matrix)]
+        sizes = trainer.plan.part_sizes(rows, delta.matrix)
         parts = await trainer.verbs.gather(trainers, rows, job.slot, changes, sizes, deadline_ns)
         if parts is None:
             continue

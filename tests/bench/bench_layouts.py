@@ -108,9 +108,7 @@ def made(model: Model, trainer: TrainerLayout, rollout: RolloutLayout) -> tuple[
 
 def bookkeeping(plan: TransferPlan, counts: list[int], matrix: list[list[int]]) -> int:
     """What one update computes from the counts: groups, buckets, and the bytes that each rank brings to each."""
-    return sum(
-        plan.part_bytes(group, rank, row) for group in plan.groups(counts) for rank, row in enumerate(matrix)
-    )
+    return sum(sum(plan.part_sizes(group, matrix)) for group in plan.groups(counts))
 
 
 def one_object_each(metas: tuple[ParamMeta, ...]) -> list[ParamMeta]:

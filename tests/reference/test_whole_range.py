@@ -137,8 +137,8 @@ def check_patches(deployment: Deployment, sources: Iterable[Source], old: State,
     """What the ranks tell of a change is, together, the diff of the dense exports; no element is told twice."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for source in sources:
-        for piece, patch in run(source.diff(1, 0)).patches.items():
-            found.setdefault(deployment.plan.pieces[piece].tensor, []).append(patch)
+        for piece, (positions, bits, _) in run(source.diff(1, 0)).patches.items():
+            found.setdefault(deployment.plan.pieces[piece].tensor, []).append((positions, bits))
     for number, meta in enumerate(deployment.tensors):
         expected = diff(meta, new[meta.name], old[meta.name])
         if number not in found:

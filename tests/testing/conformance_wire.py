@@ -144,7 +144,7 @@ class WireConformance(ConformanceBase):
             matrix = await verbs.exchange(group, changes.counts, deadline_ns)
             counts = [sum(column) for column in zip(*matrix, strict=True)]
             for rows in sample.plan.groups(None if full else counts):
-                sizes = [sample.plan.part_bytes(rows, rank, row) for rank, row in enumerate(matrix)]
+                sizes = sample.plan.part_sizes(rows, matrix)
                 given = None if full else changes
                 parts = await verbs.gather(group, rows, 1, given, sizes, deadline_ns)
                 if parts is None:
