@@ -44,6 +44,7 @@ class SyncMachine(RuleBasedStateMachine):
         super().__init__()
         self.run: DrivenRun | None = None
         self.tried = 0
+        self.doubtful: set[int] = set()
         self.settled = False
 
     @initialize(
@@ -234,11 +235,15 @@ class SyncMachine(RuleBasedStateMachine):
             assert outcome.version > self.tried, f"{outcome.version} was tried already, {self.tried} was"
             self.tried = outcome.version
         for rank, (half, version) in before.items():
-            allowed = {version, outcome.version if outcome.version is not None else version}
+            # A rank that was stalled in an earlier commit may end it now.
+            allowed = {version, outcome.version if outcome.version is not None else version, *self.doubtful}
             assert half.version in allowed, f"{rank} has label {half.version}, expected one of {allowed}"
         if not outcome.committed:
             assert lead.version == acknowledged, "the acknowledged version moved without an acknowledgement"
+            self.doubtful |= {outcome.version} if outcome.version is not None else set()
             return outcomes
+        if {ref.number for ref in live} <= set(outcome.members):
+            self.doubtful.clear()
         assert lead.version == outcome.version
         for ref in live:
             if ref.number in outcome.members:
