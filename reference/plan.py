@@ -6,6 +6,7 @@ counts that all ranks exchanged; nothing here waits, and nothing reads a weight.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +44,8 @@ class TransferPlan:
         wire: how ranges are encoded.
 
     Raises:
-        PlanMismatch: a checkpoint element is not told exactly once, or its dtype is another one on a rank.
+        PlanMismatch: a checkpoint element is not told exactly once, its dtype is another one on a rank, or two tensors
+            have one name.
     """
 
     tensors: tuple[ParamMeta, ...]
@@ -55,6 +57,9 @@ class TransferPlan:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise PlanMismatch(f"bucket_bytes is {self.bucket_bytes}, expected at least 1; raise it")
+        twice = [name for name, n in Counter(meta.name for meta in self.tensors).items() if n > 1]
+        if twice:
+            raise PlanMismatch(f"tensor {twice[0]!r} is declared twice, expected one name each; rename one")
         self._check_told()
 
     @cached_property

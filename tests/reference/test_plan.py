@@ -220,6 +220,11 @@ def test_maps_that_do_not_tell_each_element_once_are_refused(
         TransferPlan((W,), maps, 100)
 
 
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(PlanMismatch, match="tensor 'w' is declared twice"):
+        TransferPlan((W, W), ((column(0, 2),),), 100)
+
+
 def test_bucket_bytes_must_be_positive() -> None:
     with pytest.raises(PlanMismatch, match="bucket_bytes is 0, expected at least 1"):
         plan_of(W, bucket_bytes=0)
