@@ -55,7 +55,7 @@ class Rollout(Receiver):
         self.master = trainer if self.leader else self.ranks[0]
         self.trainer = trainer
         self.watched = self.master
-        self.released = False
+        self.farewells: set[str] = set()
         verbs.disclose(lambda: RankStatus.of(self).to_dict())
         self.handlers: dict[str, Callable[[Request], Awaitable[Mapping[str, Any] | None]]] = {
             "hello": self.hello, "start": self.start, "prepare": self.prepare, "apply": self.apply,
@@ -66,7 +66,10 @@ class Rollout(Receiver):
     # ---- the loop --------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the trainer says bye or is lost. A failed verb never ends it, nor does a lost leader."""
+        """Serve until the trainer says bye or is lost. A failed verb never ends it, nor does a lost leader.
+
+        A follower waits for its leader's bye as well, or the loss of it: until then that one may ask for a rollback.
+        """
         while True:
             try:
                 request = await self.verbs.serve(self._ends_ns(), self.watched)
@@ -74,7 +77,7 @@ class Rollout(Receiver):
                 await self.end_update("no decision came before the lease ended")
                 continue
             except PeerLost as lost:
-                if self.released or self.watched == self.trainer:
+                if self.farewells or self.watched == self.trainer:
                     await self.leave(str(lost))
                     return
                 await self.orphaned(lost)
@@ -83,13 +86,13 @@ class Rollout(Receiver):
                 continue
             self.watched = self.master
             if request.op == "bye":
-                if not self.leader and request.source == str(self.trainer):
-                    self.released = (
-                        True  # its leader may still need it for a rollback, and says bye after that
-                    )
-                    continue
-                await self.leave("its trainer said bye")
-                return
+                self.farewells.add(request.source)
+                left = [peer for peer in (self.master, self.trainer) if str(peer) not in self.farewells]
+                if not left:
+                    await self.leave("its trainer said bye")
+                    return
+                self.watched = left[0]
+                continue
             await self.answer(request)
 
     async def answer(self, request: Request) -> None:

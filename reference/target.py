@@ -14,7 +14,6 @@ from weightsync.reference.delta import UndoLog
 from weightsync.reference.digest import wrap
 from weightsync.reference.errors import PlanMismatch
 from weightsync.reference.holdings import Holding, Narrowed
-from weightsync.reference.overlap import check_disjoint
 from weightsync.reference.params import ParamMeta, int_view
 from weightsync.reference.progress import Progress
 from weightsync.reference.rowmap import RowMap
@@ -47,8 +46,8 @@ class Target:
         holding: what buckets name.
 
     Raises:
-        PlanMismatch: a weight is missing, has another dtype or shape than its map, shares a part of its memory with
-            another one, or an alias is tied to nothing.
+        PlanMismatch: a weight is missing, has another dtype or shape than its map, or an alias is tied to
+        nothing.
     """
 
     def __init__(
@@ -87,8 +86,6 @@ class Target:
             if name in self.weights and self._hold(name, row_map, seen):
                 self._share.count(row_map, self.weights[name], COPY)
                 self._share.count(row_map, self.weights[tied_to], -COPY)
-        held = maps.keys() | aliases.keys()
-        check_disjoint({name: weight for name, weight in self.weights.items() if name in held})
         self.unsent = tuple(name for name in self.weights if name not in maps and name not in aliases)
         """Names of weights that no update reaches."""
 

@@ -67,4 +67,4 @@ def test_a_wrong_protocol_is_found(wrong: type[Trainer] | type[Rollout]) -> None
     half = "trainer" if issubclass(wrong, Trainer) else "rollout"
     machine = type(f"With{wrong.__name__}", (SyncMachine,), {half: wrong})
     with pytest.raises((AssertionError, WeightSyncError)):
-        run_state_machine_as_test(machine, settings=machine_settings(200, fixed=True))
+        run_state_machine_as_test(machine, settings=machine_settings(1000, fixed=True))
