@@ -180,14 +180,15 @@ class SyncMachine(RuleBasedStateMachine):
     def heal(self) -> None:
         """Once everything is quiet, one push brings every live rollout to the trainer's bits.
 
-        Two where bits were flipped, since the digest that finds them ends the first.
+        One more for every rollout in which bits were flipped, since the digest that finds them ends an update.
         """
         run = self.driven
         run.wait(QUIET_MS)
         settled = self.settled
         outcomes = self._push()
-        if run.damaged and not outcomes[0].committed:
-            outcomes = self._push()
+        for _ in range(len(run.damaged)):
+            if not outcomes[0].committed:
+                outcomes = self._push()
         live = run.live()
         if not live:
             return
