@@ -37,6 +37,7 @@ class Rollout(Receiver):
     Attributes:
         leader: True on the rank that answers for the rollout and pauses and resumes it.
         watched: whose loss ends its waiting: whoever gives the orders, or, once that rank is lost, the trainer's lead.
+        farewells: names of the ranks that said bye.
     """
 
     def __init__(
